@@ -39,5 +39,7 @@ def test_tests_of_a_gpu_and_all_others_run_apart(
     items: list[Any] = [item(name) for name in marks]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     pytest_collection_modifyitems(SimpleNamespace(hook=hook), items)
-    assert [one.name for one in items] == (["either", "gpu"] if has_gpu else ["other", "either"])
-    assert [one.name for one in left_out] == (["other"] if has_gpu else ["gpu"])
+    assert [collected.name for collected in items] == (
+        ["either", "gpu"] if has_gpu else ["other", "either"]
+    )
+    assert [collected.name for collected in left_out] == (["other"] if has_gpu else ["gpu"])

@@ -85,8 +85,11 @@ def count(example: Any, num_tokens: int, num_answers: int) -> Answers:
 def law_of(target: Model) -> Law:
     """The exact probability of any three tokens after "the"."""
     return {
-        (one, two, three): target["the"][one] * target[one][two] * target[two][three] / 100**3
-        for one, two, three in product(target, repeat=3)
+        (first, second, third): target["the"][first]
+        * target[first][second]
+        * target[second][third]
+        / 100**3
+        for first, second, third in product(target, repeat=3)
     }
 
 

@@ -37,9 +37,12 @@ def test_it_imports_no_torch() -> None:
 @pytest.mark.parametrize("name", ["torch", "transformers"])
 def test_what_is_tested_is_pinned_bounded_and_named(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    needed = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    needed = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, project["dependencies"])
+    }
     pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
-    [pinned] = [one.partition("==")[2] for one in pins if one.startswith(f"{name}==")]
+    [pinned] = [pin.partition("==")[2] for pin in pins if pin.startswith(f"{name}==")]
     assert needed[name].contains(pinned)
     assert not needed[name].contains(f"{int(pinned.partition('.')[0]) + 1}.0")
     assert f"{name} {pinned}" in (ROOT / "docs" / "serving.md").read_text("utf-8")

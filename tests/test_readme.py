@@ -176,4 +176,4 @@ def test_the_table_of_predicted_speedups_is_computed() -> None:
     for acceptance, *speedups in rows:
         fixed = {"tokens_per_round": 4, "drafts_per_round": 6, "draft_ratio": 0.054}
         found = [predicted_speedup(cost, acceptance, **fixed).speedup for cost in costs]
-        assert [f"{one:.2f}" for one in found] == [f"{one:.2f}" for one in speedups]
+        assert [f"{figure:.2f}" for figure in found] == [f"{figure:.2f}" for figure in speedups]

@@ -123,8 +123,8 @@ def test_no_product_of_a_quantization_is_in_bfloat16(target: Path, tmp_path: Pat
 def test_what_is_fast_is_told_from_what_is_slow() -> None:
     times = product_times()
     assert multiplies_fast(torch.float32)
-    for name, one in times.items():
-        assert one.forward > 0
-        assert one.backward > 0
-        is_slow = one.forward > 2 * times["float32"].forward
+    for name, timing in times.items():
+        assert timing.forward > 0
+        assert timing.backward > 0
+        is_slow = timing.forward > 2 * times["float32"].forward
         assert multiplies_fast(getattr(torch, name)) == (not is_slow)

@@ -120,7 +120,7 @@ def test_a_wheel_for_macs_needs_nothing_but_macos(tmp_path: Path) -> None:
     assert wheel.name.endswith(f"-py3-none-macosx_11_0_{name.removeprefix('macos-')}.whl")
     with zipfile.ZipFile(wheel) as packed:
         names = set(packed.namelist())
-        [inside] = [one for one in names if one.endswith(".so")]
+        [inside] = [member for member in names if member.endswith(".so")]
         library = packed.read(inside)
     assert package_names(names) == tree_names(ROOT) | {inside}
     assert inside == f"polybasic/chain/kernels/cpu/prebuilt/{prebuilt_name(isa)}"

@@ -232,8 +232,10 @@ def malformed(num_fields: int) -> list[bytes]:
         found.append(bytes(cut))
     combined = list(itertools.product(GOOD, FIELDS, VALUES))
     for path, field, value in draw.sample(combined, num_fields):
-        fields = {name: json.dumps(one) for name, one in GOOD[path].items()} | {field: value}
-        text = ", ".join(f"{json.dumps(name)}: {one}" for name, one in fields.items())
+        fields = {name: json.dumps(example) for name, example in GOOD[path].items()} | {
+            field: value
+        }
+        text = ", ".join(f"{json.dumps(name)}: {encoded}" for name, encoded in fields.items())
         found.append(posted(path, f"{{{text}}}".encode()))
     found += draw.sample(_nested(), min(num_fields, 600))
     draw.shuffle(found)
@@ -245,7 +247,7 @@ def _nested() -> list[bytes]:
     path, found = POSTS[0], []
     for name, value in itertools.product(OF_MESSAGES, VALUES):
         given = {"role": '"user"', "content": '"w1"'} | {name: value}
-        message = ", ".join(f'"{each}": {one}' for each, one in given.items())
+        message = ", ".join(f'"{each}": {encoded}' for each, encoded in given.items())
         found.append(f'{{"messages": [{{{message}}}], "max_tokens": 2}}')
     good = '"messages": [{"role": "user", "content": "w1"}], "max_tokens": 2'
     for name, value in itertools.product(OF_TEMPLATES, VALUES):
@@ -261,10 +263,10 @@ def _nested() -> list[bytes]:
         (POSTS[1], "stop_token_ids"),
         (POSTS[3], "tokens"),
     ):
-        fields = {name: json.dumps(one) for name, one in GOOD[where].items()}
+        fields = {name: json.dumps(example) for name, example in GOOD[where].items()}
         for value in LONG:
             given = fields | {field: value}
-            text = ", ".join(f'"{name}": {one}' for name, one in given.items())
+            text = ", ".join(f'"{name}": {encoded}' for name, encoded in given.items())
             bodies.append(posted(where, f"{{{text}}}".encode()))
     for header in HEADERS:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -279,14 +281,14 @@ def exchange(address: tuple[str, int], data: bytes, patience: float = 0.1) -> Re
         TimeoutError: the server then neither answers nor closes the connection.
     """
     received, has_ended = b"", False
-    with socket.create_connection(address, 10) as one:
+    with socket.create_connection(address, 10) as connection:
         try:
-            one.sendall(data)
+            connection.sendall(data)
             while True:
-                if not has_ended and not select.select([one], [], [], patience)[0]:
-                    one.shutdown(socket.SHUT_WR)
+                if not has_ended and not select.select([connection], [], [], patience)[0]:
+                    connection.shutdown(socket.SHUT_WR)
                     has_ended = True
-                if not (part := one.recv(1 << 16)):
+                if not (part := connection.recv(1 << 16)):
                     break
                 received += part
         except (BrokenPipeError, ConnectionResetError):

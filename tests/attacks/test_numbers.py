@@ -68,7 +68,9 @@ def test_configs_are_refused(tiny_chain: Path, key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["native", "eager", "device"])
-@pytest.mark.parametrize(("member", "name", "told"), NAN_IN, ids=lambda one: str(one)[-24:])
+@pytest.mark.parametrize(
+    ("member", "name", "told"), NAN_IN, ids=lambda argument: str(argument)[-24:]
+)
 def test_nan_ends_the_answer_and_names_its_origin(
     tiny_chain: Path, member: str, name: str, told: str, kernels: str, monkeypatch
 ) -> None:

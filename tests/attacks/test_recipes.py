@@ -25,7 +25,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("override", REFUSED, ids=lambda one: one[:60])
+@pytest.mark.parametrize("override", REFUSED, ids=lambda override: override[:60])
 def test_a_recipe_is_refused_before_anything_is_written(override: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = outcomes.of_command("run", "base", override)

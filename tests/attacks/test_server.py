@@ -42,8 +42,8 @@ def chain_folder(_tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def served(chain_folder: Path) -> Iterator[Served]:
     chain = load_chain(chain_folder, dtype="float32", context_tokens=CONTEXT, sequences=4)
-    with serving(chain, body_bytes=200_000, body_seconds=1.0) as one:
-        yield one
+    with serving(chain, body_bytes=200_000, body_seconds=1.0) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_requests_by_our_own_schema(served: Served, folders: list[str]) -> None:
             @given(case=operation.as_strategy(mode))
             def ask(case: Any) -> None:
                 response = case.call(base_url=served.url, timeout=20)
-                head = "\r\n".join(f"{name}: {one}" for name, one in response.headers.items())
+                head = "\r\n".join(f"{name}: {value}" for name, value in response.headers.items())
                 body = response.content or b""
                 check(Response(response.status_code, head.encode(), body), folders)
                 asked.append(response.status_code)
@@ -174,8 +174,8 @@ def test_slow_bodies_take_nothing_from_others(address: tuple[str, int]) -> None:
     whole = posted("/v1/completions", json.dumps(SEEDED).encode())
     with ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(50)]
-        for number, one in enumerate(slow):
-            one.sendall(whole[: 1 + number * (len(whole) - 2) // 50])
+        for number, connection in enumerate(slow):
+            connection.sendall(whole[: 1 + number * (len(whole) - 2) // 50])
         began = time.monotonic()
         answer(address)
         assert time.monotonic() - began < 1.0
@@ -190,25 +190,25 @@ def test_heads_have_bounds(address: tuple[str, int], monkeypatch: pytest.MonkeyP
     for more in (b"X: " + b"a" * 1_000_000, b"X: a\r\n" * 100_000):
         assert exchange(address, head[:-2] + more).status in (400, None)
     monkeypatch.setattr("polybasic.deploy.serve.server._HEAD_SECONDS", 0.2)
-    with socket.create_connection(address, 5) as one:
-        one.sendall(head[:10])
+    with socket.create_connection(address, 5) as connection:
+        connection.sendall(head[:10])
         began = time.monotonic()
-        assert one.recv(1) == b"", "closed"
+        assert connection.recv(1) == b"", "closed"
         assert 0.1 < time.monotonic() - began < 2
 
 
 def test_clients_that_go_away_leave_their_place(address: tuple[str, int]) -> None:
     data = posted("/v1/completions", json.dumps(LONG).encode())
     for number in range(40):
-        one = socket.create_connection(address, 5)
-        one.sendall(data)
+        connection = socket.create_connection(address, 5)
+        connection.sendall(data)
         if number % 4 == 0:
-            one.shutdown(socket.SHUT_WR)
+            connection.shutdown(socket.SHUT_WR)
         if number % 4 == 1:
-            one.recv(1)
+            connection.recv(1)
         if number % 2 == 0:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        one.close()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
     assert len(answer(address)[1]) > 0
 
 
@@ -216,10 +216,10 @@ def test_requests_behind_each_other_on_one_connection(address: tuple[str, int]) 
     whole = posted("/v1/completions", json.dumps(SEEDED).encode())
     kept = whole.replace(b"Connection: close\r\n", b"")
     text = answer(address)[0]
-    with socket.create_connection(address, 10) as one:
-        one.sendall(kept * 3 + whole)
+    with socket.create_connection(address, 10) as connection:
+        connection.sendall(kept * 3 + whole)
         received = b""
-        while part := one.recv(1 << 16):
+        while part := connection.recv(1 << 16):
             received += part
     bodies = [part.partition(b"\r\n\r\n")[2] for part in received.split(b"HTTP/1.1 ")[1:]]
     assert [json.loads(body)["choices"][0]["text"] for body in bodies] == [text] * 4

@@ -96,7 +96,7 @@ def test_parts_end_fail_and_are_left_out(tmp_path: Path) -> None:
     ]
 
     def save() -> None:
-        saved.append([one["status"] for one in session.parts.values()])
+        saved.append([part["status"] for part in session.parts.values()])
 
     parts.run_parts(listed, session, time.time() + 90, save)
     assert saved[-1] == ["done", "partly", "partly", "left out", "done"]
@@ -208,7 +208,7 @@ def test_plans_that_are_found_are_the_fastest(
         def __init__(self, plan: Any) -> None:
             asked.append(plan)
             is_best = plan.tree.model_dump() == shape and len(plan.members) == 3
-            flush = [one.length for one in plan.flush.values()]
+            flush = [own_flush.length for own_flush in plan.flush.values()]
             self.median = 3.0 - is_best - (is_best and flush == [4])
             self.per_token = self
 
@@ -323,7 +323,7 @@ def test_gaps_are_the_hosts_where_it_had_not_launched_yet() -> None:
     # rounds that take half as long without a profiler leave the host nothing of its own
     own = (30 + 15 + 110 + 5 + 15) / 200
     assert found.host_gaps_of(0.1) == pytest.approx(1 - own)
-    later = [dict(one) for one in TRACE]
+    later = [dict(entry) for entry in TRACE]
     later[5]["ts"] = 170
     assert timeline.timeline(later).host_gaps == pytest.approx((15 + 15 + 10) / 200)
     assert timeline.timeline(TRACE[:4]).host_gaps is None, "no work of a device"

@@ -30,23 +30,27 @@ def sizes(num_layers: int = 2) -> Any:
 
 def test_a_layer_is_five_launches_and_its_bytes() -> None:
     for group_size, kind in ((0, "decoder"), (GROUP_SIZE, "awq")):
-        one, two = (
+        single, double = (
             estimates.pass_of("", estimates.decoder_of(sizes(num), group_size), 300, 4)
             for num in (1, 2)
         )
-        assert len(two.launches) - len(one.launches) == 5
-        assert two.num_early - one.num_early == 5
+        assert len(double.launches) - len(single.launches) == 5
+        assert double.num_early - single.num_early == 5
         moved = traffic.decoder_pass(sizes(), kind, 2, 300, 4)
         # what is counted beside: rows between kernels, and in 4 bits nothing of another size
-        assert moved.total < two.num_bytes < 1.01 * moved.total
-        packed = sum(one.num_bytes for one in two.launches if one.name == "product_kernel")
+        assert moved.total < double.num_bytes < 1.01 * moved.total
+        packed = sum(
+            launch.num_bytes for launch in double.launches if launch.name == "product_kernel"
+        )
         # the output projection is dense
-        packed -= one.launches[-3].num_bytes if group_size else packed
+        packed -= single.launches[-3].num_bytes if group_size else packed
         taken = packed / estimates.PACKED_BANDWIDTH[16]
-        taken += (two.num_bytes - packed) / estimates.BANDWIDTH
-        waited = len(two.launches) * estimates.SERIAL_SECONDS + 2 * estimates.ATTENTION_SECONDS[16]
-        saved = two.num_early * (estimates.SERIAL_SECONDS - estimates.EARLY_SECONDS)
-        assert two.seconds == pytest.approx(taken + waited - saved)
+        taken += (double.num_bytes - packed) / estimates.BANDWIDTH
+        waited = (
+            len(double.launches) * estimates.SERIAL_SECONDS + 2 * estimates.ATTENTION_SECONDS[16]
+        )
+        saved = double.num_early * (estimates.SERIAL_SECONDS - estimates.EARLY_SECONDS)
+        assert double.seconds == pytest.approx(taken + waited - saved)
 
 
 RECORD = Path(estimates.__file__).parent / "records" / "gpu-h200.md"
@@ -83,9 +87,9 @@ def test_estimates_are_what_was_measured(shape: str, group_size: int) -> None:
 
 def test_a_round_is_its_pass_and_what_draws_and_cuts() -> None:
     model = estimates.decoder_of(sizes(1))
-    pass_names = [one.name for one in estimates.pass_of("", model, 300, 8).launches]
+    pass_names = [launch.name for launch in estimates.pass_of("", model, 300, 8).launches]
     for drawn in estimates.DRAWS:
-        names = [one.name for one in estimates.block_of("", model, 300, 8, drawn).launches]
+        names = [launch.name for launch in estimates.block_of("", model, 300, 8, drawn).launches]
         assert {*pass_names} - {"search_chunks", "merge_chunks"} < {*names}
         assert "sort" not in names
         assert ("search_keys" in names) == ("top-p" in drawn)
@@ -96,7 +100,12 @@ def test_a_draft_is_as_many_launches_for_each_level() -> None:
     found = [estimates.draft_of("", head, 300, depth, 2) for depth in (3, 4, 5)]
     first, second = (len(more.launches) - len(fewer.launches) for fewer, more in pairwise(found))
     assert first == second
-    assert {one.name for one in found[0].launches} >= {"attend", "take_beam", "cat", "embedding"}
+    assert {launch.name for launch in found[0].launches} >= {
+        "attend",
+        "take_beam",
+        "cat",
+        "embedding",
+    }
 
 
 def test_what_the_host_launches_alone_may_take_its_time() -> None:
@@ -105,7 +114,7 @@ def test_what_the_host_launches_alone_may_take_its_time() -> None:
         prompt.num_bytes / estimates.BANDWIDTH + len(prompt.launches) * estimates.SERIAL_SECONDS,
         len(prompt.launches) * estimates.HOST_SECONDS,
     )
-    assert all(not one.can_be_early for one in prompt.launches)
+    assert all(not launch.can_be_early for launch in prompt.launches)
 
 
 def test_a_prompt_unpacks_each_weight_in_one_launch() -> None:
@@ -113,7 +122,7 @@ def test_a_prompt_unpacks_each_weight_in_one_launch() -> None:
         estimates.prompt_of("", estimates.decoder_of(sizes(), group_size), 70)
         for group_size in (0, GROUP_SIZE)
     )
-    num = sum(one.name == "dequantize_kernel" for one in packed.launches)
+    num = sum(launch.name == "dequantize_kernel" for launch in packed.launches)
     assert num == len(packed.launches) - len(dense.launches) == 2 * 4
 
 
@@ -140,9 +149,9 @@ class Order(estimates.Launches):  # type: ignore[misc, name-defined]
         read = [arguments[name] for name in READ_EARLY.get(kernel.fn.__name__, ())]
         unchanged = ("positions", "prefix", "visible")
         written = [
-            one
-            for name, one in arguments.items()
-            if isinstance(one, Tensor) and name not in unchanged
+            argument
+            for name, argument in arguments.items()
+            if isinstance(argument, Tensor) and name not in unchanged
         ]
         self.events.append((self.found[-1].can_be_early, read, written))
 

@@ -62,34 +62,34 @@ def test_small_table_from_training_to_record(
 
     found = run(f"{words} --record {record}")
     assert str(tmp_path) not in record.read_text()
-    assert [one["line"] for one in found] == LINES
+    assert [result["line"] for result in found] == LINES
     settings = [
         read_json(tmp_path / "work" / line / "head" / "training.json", "record")["settings"]
         for line in LINES
     ]
-    assert [one["features_from"] for one in settings] == ["intermediate", "target"]
+    assert [options["features_from"] for options in settings] == ["intermediate", "target"]
     of_recipe = load_recipe("smollm2-135m").train.unroll_steps
-    assert [one["unroll_steps"] for one in settings] == [3, of_recipe] != [3, 3]
-    assert [Path(one["features_folder"]).name for one in settings] == [
+    assert [options["unroll_steps"] for options in settings] == [3, of_recipe] != [3, 3]
+    assert [Path(options["features_folder"]).name for options in settings] == [
         "intermediate-eagle2",
         "target-eagle2",
     ]
     assert settings[0]["eval_tree_depth"] == settings[1]["eval_tree_depth"] == 8
-    for one in found:
-        judged = one["verified_by"]
+    for result in found:
+        judged = result["verified_by"]
         assert judged["target"]["num_rounds"] > 0
         # each was evaluated in training by the model that it learned from
-        verifier = "intermediate" if one["line"] == LINES[0] else "target"
+        verifier = "intermediate" if result["line"] == LINES[0] else "target"
         assert judged[verifier]["accepted_length"] == pytest.approx(
-            one["training"]["simulated_accepted_length"], abs=1e-4
+            result["training"]["simulated_accepted_length"], abs=1e-4
         )
         assert judged[verifier]["by_task"] == pytest.approx(
-            one["training"]["accepted_by_task"], abs=1e-4
+            result["training"]["accepted_by_task"], abs=1e-4
         )
     assert "untrimmed_accepted_length" in found[1]["training"]
     shown = capsys.readouterr().out
     for judge in heads.JUDGES:
-        lengths = [one["verified_by"][judge]["accepted_length"] for one in found]
+        lengths = [result["verified_by"][judge]["accepted_length"] for result in found]
         assert all(f"{length:.2f}" in shown for length in lengths)
 
     def refuse(*_: Any, **__: Any) -> None:

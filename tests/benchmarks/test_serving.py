@@ -112,19 +112,19 @@ class FakeServer(ThreadingHTTPServer):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    with FakeServer(("127.0.0.1", 0), Fake) as one:
-        Thread(target=one.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{one.server_port}"
-        one.shutdown()
+    with FakeServer(("127.0.0.1", 0), Fake) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def test_every_request_is_answered_or_refused(address: str) -> None:
     bodies = [{**BODY, "prompt": [number]} for number in range(20)]
     found = load.load_of(address, iter(bodies), 8)
-    assert sorted(one.body["prompt"][0] for one in found.received) == list(range(0, 20, 2))
+    assert sorted(answer.body["prompt"][0] for answer in found.received) == list(range(0, 20, 2))
     assert sorted(body["prompt"][0] for body, _ in found.refused) == list(range(1, 20, 2))
     assert {why for _, why in found.refused} == {"503 busy"}
-    assert {one.text for one in found.received} == {"Zwölf Uhr"}
+    assert {answer.text for answer in found.received} == {"Zwölf Uhr"}
 
 
 def test_no_request_begins_after_the_time(address: str) -> None:
@@ -135,7 +135,7 @@ def test_no_request_begins_after_the_time(address: str) -> None:
     found = load.load_of(address, bodies(), 2, seconds=0.2, warm_up=0.1)
     assert found.end - found.begin == pytest.approx(0.2)
     assert len(found.first_seconds) < len(found.received)
-    assert max(one.sent for one in found.received) < found.end
+    assert max(answer.sent for answer in found.received) < found.end
     assert found.tokens_per_second > 0
     longer = load.load_of(address, bodies(), 2, seconds=0.001, least=50)
     assert 50 <= len(longer.received) <= 52
@@ -156,9 +156,9 @@ def test_systems_take_turns_and_are_compared_with_the_best_other(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "WARM_UP_SECONDS", 0.0)
-    one = load.Server("fake", address, None)
+    server = load.Server("fake", address, None)
     names = ("polybasic", "polybasic fixed", "llama-server")
-    all_systems = [systems.System(name, one, {}) for name in names]
+    all_systems = [systems.System(name, server, {}) for name in names]
     loads = serving.measured_loads(all_systems, [[2], [4]], 3, [2], 0.15, 2)
     assert {len(turns) for of_one in loads.values() for turns in of_one.values()} == {2}
     report = serving.Report(prints=False)

@@ -87,11 +87,11 @@ def test_passes_and_drafts_have_bounds(tiny_chain: Path, bandwidth: Any) -> None
         cases = (
             each(chain, settings, bandwidth) for each in (passes.pass_cases, passes.draft_cases)
         )
-        return [cost for one in cases for cost in measuring.all_of(one)]
+        return [cost for group in cases for cost in measuring.all_of(group)]
 
     found = measured(passes.PassSettings((16,), (1, 3), ("2x2",), repeats=2, turns=2))
     of_rows = [(name, rows) for rows in ("1 rows", "3 rows") for name in chain.engine.verifiers]
-    assert [(one.member, one.what) for one in found] == [*of_rows, ("draft", "2x2")]
+    assert [(cost.member, cost.what) for cost in found] == [*of_rows, ("draft", "2x2")]
     for cost in found:
         assert len(cost.seconds.turns) == 2
         assert cost.bound_seconds == cost.moved.total / bandwidth.bound
@@ -193,12 +193,12 @@ def test_prompts_have_the_lengths_asked_for(
     monkeypatch.setattr(systems, "read_prompts", lambda *_: questions)
     found = {num: systems.prompts_of_length(chain, None, num, 3, 12) for num in (20, 150, 60)}
     assert found[20] == [questions[2], questions[4], questions[0]], "the nearest, as they are"
-    assert [len(one) for one in found[150]] == [150] * 3
-    for number, one in enumerate(found[150]):
-        assert one[-len(questions[number]) :] == questions[number]
-        assert len(set(one)) > 2, "real questions stand before it"
+    assert [len(prompt) for prompt in found[150]] == [150] * 3
+    for number, prompt in enumerate(found[150]):
+        assert prompt[-len(questions[number]) :] == questions[number]
+        assert len(set(prompt)) > 2, "real questions stand before it"
     # one that is longer is no end of a shorter context
-    assert [set(one[-18:]) for one in found[60]] == [{0}, {1}, {2}]
+    assert [set(prompt[-18:]) for prompt in found[60]] == [{0}, {1}, {2}]
 
 
 def test_end_to_end_compares_systems(tiny_chain: Path) -> None:
@@ -211,11 +211,15 @@ def test_end_to_end_compares_systems(tiny_chain: Path) -> None:
     prompts = systems.read_prompts(chain, None, 1, 8)[:2]
     settings = ({end_to_end.HERE: by_system}, plans, prompts, 8, 2)
     times = end_to_end.measure_end_to_end(*settings)[end_to_end.HERE]
-    for one in times.values():
-        assert [len(turn) for turn in one.turns] == [2, 2]
-        assert one.num_identical(times["target"]) == 2, "greedy, in float32"
+    for measured in times.values():
+        assert [len(turn) for turn in measured.turns] == [2, 2]
+        assert measured.num_identical(times["target"]) == 2, "greedy, in float32"
     first = times["target"].turns[0]
-    per_token = 1e3 * sum(one.seconds for one in first) / sum(len(one.token_ids) for one in first)
+    per_token = (
+        1e3
+        * sum(answer.seconds for answer in first)
+        / sum(len(answer.token_ids) for answer in first)
+    )
     assert times["target"].per_token.turns[0] == pytest.approx(per_token)
     assert times["target"].tokens_per_target_pass == 1
     over = iter([False, True])
@@ -277,7 +281,7 @@ def test_bench_writes_a_record_and_compares_with_it(
     content = json.loads(path.read_text())
     # more than the chain can gain
     name = "tokens a pass polybasic_full"
-    content["figures"][name] = [2 * one for one in content["figures"][name]]
+    content["figures"][name] = [2 * figure for figure in content["figures"][name]]
     path.write_text(json.dumps(content))
     before = path.read_bytes()
     assert run(bench, f"{words} --strict", monkeypatch) == 1
@@ -315,10 +319,10 @@ def test_products_that_are_wrong_or_fail_are_named_and_not_timed(bandwidth: Any)
         raise RuntimeError("no such instruction\nand more")
 
     right = products.KERNELS["cpu"]["float32"]
-    double = products.Kernel(lambda one: lambda x: 2 * right.prepare(one)(x), torch.float32)
+    double = products.Kernel(lambda weight: lambda x: 2 * right.prepare(weight)(x), torch.float32)
     kernels = {"right": right, "double": double, "fails": products.Kernel(fail)}
     cases = products.product_cases(["128x256"], [1, 3], kernels, 1, bandwidth, CPU)
-    found = {(one.kernel, one.rows): one for one in measuring.all_of(cases)}
+    found = {(product.kernel, product.rows): product for product in measuring.all_of(cases)}
     assert len(found) == 6
     assert found["right", 3].bound_seconds == 128 * 256 * 4 / bandwidth.bound
     assert found["right", 3].seconds.median > 0

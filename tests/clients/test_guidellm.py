@@ -32,7 +32,7 @@ def test_all_requests_succeed(path: str, chain: Chain, server: Served, tmp_path:
     requests = benchmark["requests"]
     assert requests["errored"] == []
     assert len(requests["successful"]) == REQUESTS
-    for one in requests["successful"]:
-        assert one["output_tokens"] == NEW_TOKENS
+    for request in requests["successful"]:
+        assert request["output_tokens"] == NEW_TOKENS
     counted = server.metric("generation_tokens_total") - before
     assert counted >= REQUESTS * NEW_TOKENS

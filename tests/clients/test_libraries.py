@@ -36,7 +36,7 @@ def test_langchain(server: Served, expected: str) -> None:
         whole.usage_metadata
     ]
     assert asyncio.run(model.ainvoke(asked)).content == expected
-    assert [one.content for one in model.batch([asked] * 6)] == [expected] * 6
+    assert [answer.content for answer in model.batch([asked] * 6)] == [expected] * 6
     named = model.bind(logprobs=True).invoke(asked).response_metadata["logprobs"]["content"]
     assert len(named) == whole.usage_metadata["output_tokens"]
 
@@ -79,7 +79,9 @@ def test_langchain_calls_tools(server_of_tools: Served) -> None:
     [call] = called.tool_calls
     said = weather(**call["args"])
     whole = sum_of(calling.stream(messages))
-    assert [(one["name"], one["args"]) for one in whole.tool_calls] == [("weather", call["args"])]
+    assert [(tool_call["name"], tool_call["args"]) for tool_call in whole.tool_calls] == [
+        ("weather", call["args"])
+    ]
     messages += [called, ToolMessage(said, tool_call_id=call["id"])]
     assert isinstance(model.bind_tools([weather]).invoke(messages).content, str)
     person = {"title": "person", "type": "object", "properties": {"age": {"enum": [7, 77]}}}

@@ -50,7 +50,7 @@ def found(chain: Chain, server: Served, tmp_path_factory: pytest.TempPathFactory
     """What lm-eval says of both tasks."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "questions.jsonl"
-    data.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
+    data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     for name, task in (("choose", CHOOSE), ("continue", CONTINUE)):
         (folder / f"{name}.yaml").write_text(task + SHARED.format(path=data))
     return lm_eval.simple_evaluate(
@@ -86,8 +86,12 @@ def test_log_likelihoods_and_scores(chain: Chain, found: Any) -> None:
     num_right = 0
     for sample in found["samples"]["choose"]:
         question = QUESTIONS[sample["doc_id"]]
-        expected = [log_likelihood(chain, question["question"], one) for one in question["choices"]]
-        assert [float(one[0][0]) for one in sample["resps"]] == pytest.approx(expected, abs=1e-4)
+        expected = [
+            log_likelihood(chain, question["question"], choice) for choice in question["choices"]
+        ]
+        assert [float(response[0][0]) for response in sample["resps"]] == pytest.approx(
+            expected, abs=1e-4
+        )
         num_right += max(range(len(expected)), key=expected.__getitem__) == question["label"]
     scores = found["results"]["choose"]
     assert scores["acc,none"] == num_right / len(QUESTIONS)

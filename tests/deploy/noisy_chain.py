@@ -58,7 +58,7 @@ HOST, DEVICE = Where("cpu", "auto"), Where("cpu", "device")
 ROUNDED = [Where("cpu", "device", "bfloat16")]
 GPU = [Where("cuda", "auto", dtype) for dtype in ("float32", "bfloat16", "float16")]
 PLACES = [HOST, DEVICE, pytest.param(GPU[0], marks=needs_gpu)]
-ROUNDED_PLACES = [*ROUNDED, *(pytest.param(one, marks=needs_gpu) for one in GPU[1:])]
+ROUNDED_PLACES = [*ROUNDED, *(pytest.param(place, marks=needs_gpu) for place in GPU[1:])]
 
 ChainAt = Callable[[Where], Chain]
 

@@ -59,7 +59,9 @@ class RecordedGraphs(Graphs):
     @property
     def num_bytes(self) -> int:
         recordings = [captured for captured, _ in self._kept.values()]
-        return sum(one.num_bytes for one in recordings if isinstance(one, _Recording))
+        return sum(
+            recording.num_bytes for recording in recordings if isinstance(recording, _Recording)
+        )
 
     def run(self, key: Any, function: Step, label: str | None = None) -> None:
         assert not self._is_busy, f"{key}: run by the function of another graph"
@@ -103,7 +105,7 @@ class RecordedGraphs(Graphs):
         with torch.inference_mode(), _recorded(fresh):
             function()
         called = [(storage, storage.clone()) for storage in state.storages()]
-        missed = [one for one in fresh.written.storages() if not state.holds(one)]
+        missed = [storage for storage in fresh.written.storages() if not state.holds(storage)]
         fresh.written.restore()
         state.restore()
         assert not missed, f"{name}: a replay leaves {len(missed)} tensors that the function writes"
@@ -148,7 +150,9 @@ class _Recording:
 
     @property
     def num_bytes(self) -> int:
-        storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in self.made}
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.made
+        }
         return sum(storage.nbytes() for storage in storages.values())
 
     def replay(self) -> None:

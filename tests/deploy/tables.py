@@ -254,7 +254,7 @@ def probable_tree(
     def forward(drafted: torch.Tensor, parents: torch.Tensor, rows: Any) -> torch.Tensor:
         first = len(prefixes)
         above = [prefixes[int(parent)] for parent in parents[:, 0]]
-        prefixes.extend((*one, int(token)) for one, token in zip(above, drafted, strict=True))
+        prefixes.extend((*prefix, int(token)) for prefix, token in zip(above, drafted, strict=True))
         return torch.arange(first, len(prefixes))[:, None]
 
     def logits(states: torch.Tensor, level: int) -> torch.Tensor:
@@ -322,7 +322,9 @@ class TableNoise:
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
         """See `polybasic.deploy.rounds.noise.Noise`."""
-        return -torch.tensor([self.waits(one) for one in positions], dtype=torch.float64).log()
+        return -torch.tensor(
+            [self.waits(position) for position in positions], dtype=torch.float64
+        ).log()
 
 
 def rational(probabilities: torch.Tensor) -> Any:

@@ -125,12 +125,12 @@ def test_all_lengths_are_exact(chain: Chain) -> None:
 
 @pytest.mark.parametrize("members", MEMBER_SETS, ids=len)
 def test_seeds_reproduce(tiny_chain: Path, members: tuple[str, ...]) -> None:
-    one, same = (load_chain(tiny_chain, dtype="float32") for _ in range(2))
+    loaded, same = (load_chain(tiny_chain, dtype="float32") for _ in range(2))
     settings: dict[str, Any] = {"temperature": 1.0, "members": members}
-    expected = continue_ids(one, [5, 9], 40, seed=1, **settings)
-    assert expected == continue_ids(one, [5, 9], 40, seed=1, **settings)
+    expected = continue_ids(loaded, [5, 9], 40, seed=1, **settings)
+    assert expected == continue_ids(loaded, [5, 9], 40, seed=1, **settings)
     assert expected == continue_ids(same, [5, 9], 40, seed=1, **settings)
-    assert expected != continue_ids(one, [5, 9], 40, seed=2, **settings)
+    assert expected != continue_ids(loaded, [5, 9], 40, seed=2, **settings)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_sequences_share_passes_and_leave_their_rows(folder: Path) -> None:
         running = [chain.begin(ids, **options) for ids, options in asked[first : first + 4]]
         while chain.step():
             pass
-        taken = [[piece.token_ids for piece in one.take()] for one in running]
+        taken = [[piece.token_ids for piece in answering.take()] for answering in running]
         together += [[token for piece in pieces for token in piece] for pieces in taken]
     assert all(slot.is_free for slot in chain.engine.slots.made)
     for (ids, options), found in zip(asked, together, strict=True):

@@ -150,7 +150,9 @@ def test_answers_are_of_random_schemas(chain: Chain, num: int) -> None:
 
 def test_answers_at_the_same_time_have_grammars_of_their_own(chain: Chain) -> None:
     grammars = [Grammar.choice([text]) for text in ("one", "two", "one")]
-    streams = [chain.stream("a cat?", grammar=one, max_new_tokens=20) for one in (*grammars, None)]
+    streams = [
+        chain.stream("a cat?", grammar=grammar, max_new_tokens=20) for grammar in (*grammars, None)
+    ]
     texts = ["" for _ in streams]
     for _ in range(30):
         for place, stream in enumerate(streams):
@@ -190,7 +192,7 @@ def test_foretold_tokens_save_passes_and_change_none(
     assert proposed.accepted == [2] * 6 + [1] * 9  # 15 at once, and 6 after the one that was drawn
     passes = found.statistics.forward_passes["target"]
     assert passes == found.statistics.num_later - 21
-    assert all(one.logprob < -1 for one in found.logprobs), "of the model, without masks"
+    assert all(entry.logprob < -1 for entry in found.logprobs), "of the model, without masks"
     monkeypatch.setattr(Constraint, "foretold", lambda *_: [])
     slowly = chain.generate("a cat?", members=["target"], **options)
     assert slowly.token_ids == found.token_ids

@@ -79,5 +79,5 @@ def test_a_pass_of_many_sequences_is_timed_once(recorded: list[object]) -> None:
     for num_passes in (1, 0):
         with all_running(clocks, num_passes):
             pass
-    assert [(one.num_passes, one.seconds) for one in clocks] == [(1, 0.5)] * 3
+    assert [(clock.num_passes, clock.seconds) for clock in clocks] == [(1, 0.5)] * 3
     assert len(recorded) == 4

@@ -141,12 +141,12 @@ def test_heads_by_place_draft_for_several_sequences_at_a_time(
             chain.begin(ids, members=list(MEMBER_SETS[1]), **given, **sampling) for ids in PROMPTS
         ]
         found: list[list[int]] = [[] for _ in asked]
-        while not all(one.is_over for one in asked):
+        while not all(answering.is_over for answering in asked):
             chain.step()
-            for tokens, one in zip(found, asked, strict=True):
-                tokens += [token for piece in one.take() for token in piece.token_ids]
+            for tokens, answering in zip(found, asked, strict=True):
+                tokens += [token for piece in answering.take() for token in piece.token_ids]
         assert found == alone
-        lengths = [one.statistics.accepted_lengths["intermediate"] for one in asked]
+        lengths = [answering.statistics.accepted_lengths["intermediate"] for answering in asked]
         assert max(map(max, lengths)) in (2, 3), "no deeper than the heads"
 
 

@@ -29,7 +29,9 @@ def test_earlier_answers_change_no_text(chain: Chain, options: dict[str, Any]) -
         first, second = (chain.generate(prompt, history=history, **options) for _ in range(2))
         assert first.token_ids == second.token_ids == expected.token_ids
         assert second.statistics.accepted["history"] > 30
-        passes = [one.statistics.forward_passes["target"] for one in (expected, first, second)]
+        passes = [
+            answer.statistics.forward_passes["target"] for answer in (expected, first, second)
+        ]
         assert passes[2] < passes[1] / 2
         assert second.members.count("history") == second.statistics.accepted["history"]
     # a plan without n-grams copies nothing
@@ -75,6 +77,6 @@ def test_a_history_is_a_few_megabytes() -> None:
     """20 bytes a token."""
     history = History(1 << 12)
     arrays = (history._tokens, history._latest, history._earlier)
-    assert sum(one.itemsize * len(one) for one in arrays) == 20 * (1 << 12)
+    assert sum(array.itemsize * len(array) for array in arrays) == 20 * (1 << 12)
     history.add(range(10_000))
     assert len(history) == 1 << 12

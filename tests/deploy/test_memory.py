@@ -59,7 +59,9 @@ def allocated_by(run: Callable[[], Result]) -> tuple[Result, int, int]:
     with torch.profiler.profile(profile_memory=True) as profiler:
         result = run()
     found = profiler.profiler.kineto_results.events()
-    events = sorted((one.start_ns(), one.nbytes()) for one in found if one.name() == "[memory]")
+    events = sorted(
+        (event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]"
+    )
     held = list(accumulate(num_bytes for _, num_bytes in events))
     return result, held[-1], max(held)
 
@@ -102,7 +104,7 @@ def test_stated_weights_in_4_bits_are_those_that_are_loaded(
     assert stays == pytest.approx(stated.members["small"]["weights"], rel=0.03)
     if kernels == "native":
         # a half of the bytes in bfloat16
-        projection = sum(one.nbytes for one in decoder.weights.lm_head.tensors)
+        projection = sum(tensor.nbytes for tensor in decoder.weights.lm_head.tensors)
         assert projection == config.decoder.vocab_size * config.decoder.hidden_size * 34 / 32
 
 
@@ -155,12 +157,13 @@ def test_what_is_stated_of_a_chain_is_enough(
     assert stated.layout.kernels == kernels
     assert stated.staying_bytes == pytest.approx(stays, rel=0.1)
     # the files that weights are mapped from count as tensors here
-    mapped = max(one.stat().st_size for one in folder.rglob("*.safetensors"))
+    mapped = max(file.stat().st_size for file in folder.rglob("*.safetensors"))
     assert max(loading - mapped, stays + answering) < stated.peak_bytes
     # a cache for each is more than is there
     separate = state_chain(folder, stated.layout, share_caches=False)
     taken, shared = (
-        sum(parts["cache"] for parts in one.members.values()) for one in (separate, stated)
+        sum(parts["cache"] for parts in statement.members.values())
+        for statement in (separate, stated)
     )
     assert taken - shared >= stated.members["target"]["cache"] > 0
     if case == "normed eagle3" and kernels == "native":
@@ -175,10 +178,10 @@ def test_a_layout_decides_what_weights_take(tiny_chain: Path) -> None:
 
     packed, dense = weights_in("cuda", "device"), weights_in("cuda", "eager")
     assert packed[0] == dense[0]
-    assert all(one < 0.5 * other for one, other in zip(packed[1:], dense[1:], strict=True))
+    assert all(size < 0.5 * other for size, other in zip(packed[1:], dense[1:], strict=True))
     wide = weights_in("cpu", "eager", "bfloat16")
-    for one, other in zip(wide, weights_in("cpu", "eager"), strict=True):
-        assert 1.5 * other < one < 2 * other
+    for size, other in zip(wide, weights_in("cpu", "eager"), strict=True):
+        assert 1.5 * other < size < 2 * other
 
 
 def test_bytes_of_the_context_are_stated_by_the_thousand(tiny_chain: Path) -> None:

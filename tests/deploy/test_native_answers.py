@@ -45,7 +45,7 @@ def test_all_members_answer_as_the_target_alone(tiny_chain: Path) -> None:
 
 def test_the_projections_below_the_target_are_in_8_bits(tiny_chain: Path) -> None:
     chain = load_chain(tiny_chain, dtype="bfloat16", context_tokens=100)
-    target, intermediate = (one.decoder for one in chain.engine.verifiers.values())
+    target, intermediate = (verifier.decoder for verifier in chain.engine.verifiers.values())
     states = torch.randn(5, target.config.hidden_size).bfloat16()
     weights = {
         model: weight_of(model.weights.lm_head, target.config.hidden_size)

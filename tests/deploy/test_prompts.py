@@ -72,7 +72,7 @@ def test_spec_bench_categories_become_its_task_groups(tmp_path: Path) -> None:
     categories = ("writing", "stem", "math_reasoning")
     rows = [{"question_id": 1, "category": each, "turns": ["x"]} for each in categories]
     questions = read_questions(write_rows(tmp_path / "q.jsonl", *rows))
-    assert [one.task for one in questions] == ["mt_bench", "mt_bench", "math_reasoning"]
+    assert [question.task for question in questions] == ["mt_bench", "mt_bench", "math_reasoning"]
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,17 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 def test_questions_are_spread_over_the_file() -> None:
     questions = [Question(str(i), "qa" if i % 2 else "rag", ("x",)) for i in range(20)]
     chosen = choose_questions(questions, 3)
-    assert [one.task for one in chosen] == ["qa"] * 3 + ["rag"] * 3
-    assert [one.question_id for one in chosen] == ["1", "7", "13", "0", "6", "12"]
+    assert [question.task for question in chosen] == ["qa"] * 3 + ["rag"] * 3
+    assert [question.question_id for question in chosen] == ["1", "7", "13", "0", "6", "12"]
     assert len(choose_questions(questions, 99)) == 20
 
 
 def test_questions_are_spread_over_the_groups_in_whatever_order_they_stand() -> None:
     questions = [Question(str(i), "qa", ("x",), "new" if i % 2 else "old") for i in range(20)]
-    for ordered in (questions, sorted(questions, key=lambda one: one.group)):
+    for ordered in (questions, sorted(questions, key=lambda question: question.group)):
         chosen = choose_questions(ordered, 4)
-        assert sorted(one.group for one in chosen) == ["new", "new", "old", "old"]
-        assert {one.question_id for one in chosen} == {"0", "10", "1", "11"}
+        assert sorted(question.group for question in chosen) == ["new", "new", "old", "old"]
+        assert {question.question_id for question in chosen} == {"0", "10", "1", "11"}
 
 
 def test_first_user_turns_become_questions_each_once(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_first_user_turns_keep_a_few_tasks_which_files_share(tmp_path: Path) -> 
         ]
         paths = [tmp_path / "plan.jsonl", tmp_path / "bench.jsonl"]
         write_first_turns(rows, paths)
-        return [Counter(one.task for one in read_questions(path)) for path in paths]
+        return [Counter(question.task for question in read_questions(path)) for path in paths]
 
     assert written(["qa", "code"] * 6) == [{"qa": 3, "code": 3}] * 2
     assert written(["qa", "code", "code", "qa", ""]) == [

@@ -27,7 +27,7 @@ def test_the_script_of_the_docs_draws_the_same_from_transformers(
     model = AutoModelForCausalLM.from_pretrained(tiny_chain / "target", dtype=torch.float32).eval()
     model.generation_config.eos_token_id = sorted(chain.stop_tokens)
     scripts = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
-    (script,) = (one for one in scripts if "transformers" in one)
+    (script,) = (text for text in scripts if "transformers" in text)
     assert "seed=7" in script
     for seed in (7, 8):
         prompt = torch.tensor([chain.encode(PROMPT)])
@@ -40,11 +40,11 @@ def test_the_script_of_the_docs_draws_the_same_from_transformers(
 
 def test_a_drawn_seed_is_stated_and_repeats_the_answer(chain: Chain) -> None:
     drawn = [chain.generate(PROMPT, **SETTINGS) for _ in range(2)]
-    seeds = [one.statistics.seed for one in drawn]
+    seeds = [answer.statistics.seed for answer in drawn]
     assert seeds[0] != seeds[1]
-    for one, seed in zip(drawn, seeds, strict=True):
+    for answer, seed in zip(drawn, seeds, strict=True):
         again = chain.generate(PROMPT, seed=seed, members=["target"], **SETTINGS)
-        assert again.token_ids == one.token_ids
+        assert again.token_ids == answer.token_ids
     assert drawn[0].token_ids != drawn[1].token_ids
     assert chain.generate(PROMPT, max_new_tokens=4).statistics.seed is None
 

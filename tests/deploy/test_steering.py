@@ -134,10 +134,10 @@ def test_answers_are_the_targets(folder: Path) -> None:
             running = [chain.begin(ids, plan=plan, **options) for ids in prompts]
             while chain.step():
                 pass
-            for one, alone in zip(running, expected, strict=True):
-                found = [token for piece in one.take() for token in piece.token_ids]
+            for answering, alone in zip(running, expected, strict=True):
+                found = [token for piece in answering.take() for token in piece.token_ids]
                 assert found == alone.token_ids
-                gained += max(one.statistics.accepted_lengths[plan.members[-2]]) - 1
+                gained += max(answering.statistics.accepted_lengths[plan.members[-2]]) - 1
     assert gained > 0
 
 

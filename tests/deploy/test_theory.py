@@ -145,7 +145,7 @@ def enumerated_moments(acceptance: Fraction, max_tokens: int) -> tuple[Fraction,
         probability = Fraction(1)
         for is_kept in outcomes:
             probability *= acceptance if is_kept else 1 - acceptance
-        length = 1 + sum(itertools.accumulate(outcomes, lambda kept, one: kept and one))
+        length = 1 + sum(itertools.accumulate(outcomes, lambda kept, outcome: kept and outcome))
         mean += probability * length
         square += probability * length**2
     return mean, square - mean**2
@@ -326,7 +326,7 @@ def test_the_rules_have_laws_of_their_own() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6))
 def test_the_block_rule_keeps_no_fewer(pairs: list[tuple[int, int]]) -> None:
-    p, q = ([Fraction(one, 9) for one in column] for column in zip(*pairs, strict=True))
+    p, q = ([Fraction(weight, 9) for weight in column] for column in zip(*pairs, strict=True))
     block, token = kept_probabilities(p, q, "block"), kept_probabilities(p, q, "token")
     assert all(a >= b for a, b in zip(block, token, strict=True))
     assert block == sorted(block, reverse=True)
@@ -367,7 +367,7 @@ def test_agreement_by_hand() -> None:
 def test_agreement_keeps_its_bounds(pairs: list[tuple[int, int]]) -> None:
     columns = list(zip(*pairs, strict=True))
     assume(all(sum(column) > 0 for column in columns))
-    p, q = ([Fraction(one, sum(column)) for one in column] for column in columns)
+    p, q = ([Fraction(weight, sum(column)) for weight in column] for column in columns)
     d, agreement = total_variation(p, q), coupled_agreement(p, q)
     assert (1 - d) / (1 + d) <= agreement <= 1 - d
     assert agreement == coupled_agreement(q, p)
@@ -404,7 +404,7 @@ def test_example_of_the_docs() -> None:
         for a in (Fraction(3, 4), coupled_agreement(P_EXAMPLE, Q_EXAMPLE))
     )
     assert expected("token") == token
-    figures = [float(one) for one in (expected("block"), token, coupled)]
+    figures = [float(figure) for figure in (expected("block"), token, coupled)]
     assert figures == pytest.approx([3.37, 3.05, 2.77], abs=0.005)
 
 

@@ -38,8 +38,10 @@ def test_events_are_the_passes_of_the_answer(chain: Chain, settings: dict) -> No
     answer, found = chain.generate(PROMPT, **given), chain.timeline(PROMPT, **given)
     assert (found.token_ids, found.text) == (answer.token_ids, answer.text)
     prompt, *rounds = found.rounds
-    assert [(one.member, one.rows) for one in prompt if one.what == "prompt"] == [("target", 4)]
-    counted = Counter((one.what, one.member) for events in rounds for one in events)
+    assert [(event.member, event.rows) for event in prompt if event.what == "prompt"] == [
+        ("target", 4)
+    ]
+    counted = Counter((event.what, event.member) for events in rounds for event in events)
     passes = answer.statistics.forward_passes
     assert counted["pass", "target"] == passes["target"] == len(rounds)
     assert counted["pass", "intermediate"] == passes["intermediate"]
@@ -47,11 +49,13 @@ def test_events_are_the_passes_of_the_answer(chain: Chain, settings: dict) -> No
     assert counted["copy", "ngram"] == counted["pass", "intermediate"]
     assert counted["draw", "target"] == counted["pass", "target"]
     shares = found.shares()
-    assert [one.seconds for one in shares] == sorted((one.seconds for one in shares), reverse=True)
-    assert {(one.what, one.member) for one in shares} >= set(counted) - {("draft", "draft")}
-    assert sum(one.num for one in shares) == sum(map(len, found.rounds))
-    seconds = sum(one.seconds for one in found.shares(rounds[0]))
-    assert seconds == pytest.approx(sum(one.seconds for one in rounds[0]))
+    assert [share.seconds for share in shares] == sorted(
+        (share.seconds for share in shares), reverse=True
+    )
+    assert {(share.what, share.member) for share in shares} >= set(counted) - {("draft", "draft")}
+    assert sum(share.num for share in shares) == sum(map(len, found.rounds))
+    seconds = sum(share.seconds for share in found.shares(rounds[0]))
+    assert seconds == pytest.approx(sum(event.seconds for event in rounds[0]))
 
 
 def test_bounds_are_those_of_bytes_or_of_products() -> None:

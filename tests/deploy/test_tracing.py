@@ -39,29 +39,31 @@ def test_rounds_add_up_to_the_answer(
     given = settings | {"plan": plan, "max_new_tokens": 20}
     found, answer = chain.trace(PROMPT, **given), chain.generate(PROMPT, **given)
     assert (found.token_ids, found.text) == (answer.token_ids, answer.text)
-    roots = [one for one in found.rounds if one.verifier == "target"]
-    assert [token for one in roots for token in one.gained] == found.token_ids
+    roots = [traced for traced in found.rounds if traced.verifier == "target"]
+    assert [token for traced in roots for token in traced.gained] == found.token_ids
     position = len(PROMPT)
-    for one in roots:
-        assert one.position == position
-        position += len(one.gained)
-    for one in found.rounds:
-        assert [one.tokens[place] for place in one.kept] == one.gained[: len(one.kept)]
-        assert [one.parents[place] for place in one.kept] == [-1, *one.kept][: len(one.kept)]
-        assert len(one.gained) - len(one.kept) in (0, 1)
-        assert (one.proposer == "") == (not one.tokens)
+    for traced in roots:
+        assert traced.position == position
+        position += len(traced.gained)
+    for traced in found.rounds:
+        assert [traced.tokens[place] for place in traced.kept] == traced.gained[: len(traced.kept)]
+        assert [traced.parents[place] for place in traced.kept] == [-1, *traced.kept][
+            : len(traced.kept)
+        ]
+        assert len(traced.gained) - len(traced.kept) in (0, 1)
+        assert (traced.proposer == "") == (not traced.tokens)
         children = [
             probability
-            for parent, probability in zip(one.parents, one.probabilities, strict=True)
+            for parent, probability in zip(traced.parents, traced.probabilities, strict=True)
             if parent == -1
         ]
         assert len(children) <= TREE.top_k
         assert sum(children) <= 1 + 1e-5
     passes = answer.statistics.forward_passes
-    for name in {one.verifier for one in found.rounds}:
-        num_rounds = sum(one.verifier == name for one in found.rounds)
+    for name in {traced.verifier for traced in found.rounds}:
+        num_rounds = sum(traced.verifier == name for traced in found.rounds)
         assert num_rounds == passes[name] + (name == "target")  # the prompt's last pass
-    assert any(one.kept for one in found.rounds) == (len(members) > 1)
+    assert any(traced.kept for traced in found.rounds) == (len(members) > 1)
 
 
 def test_a_busy_chain_is_not_traced(chain: Chain) -> None:

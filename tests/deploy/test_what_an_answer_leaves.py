@@ -17,8 +17,8 @@ from polybasic.deploy.rounds.stages import TreeStage
 def live_tensors() -> tuple[int, int]:
     """How many there are, and their bytes."""
     gc.collect()
-    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    return len(found), sum(one.nbytes for one in found)
+    found = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    return len(found), sum(tensor.nbytes for tensor in found)
 
 
 def pieces_of(chain: Chain, num_tokens: int, temperature: float) -> Iterator[list[int]]:
@@ -58,9 +58,9 @@ def test_an_answer_that_grows_is_noticed(chain: Chain, monkeypatch: pytest.Monke
     observe, kept = TreeStage._round, []
 
     def leaking(self: TreeStage, limit: int) -> Any:
-        one = yield from observe(self, limit)
-        kept.append(one.distributions.logits)
-        return one
+        gain = yield from observe(self, limit)
+        kept.append(gain.distributions.logits)
+        return gain
 
     list(pieces_of(chain, 20, 0.0))
     before = live_tensors()

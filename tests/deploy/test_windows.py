@@ -184,7 +184,7 @@ def head_paths(
             level += [(score + value, (*path, token)) for value, token in pairs]
         pool += level
         beam = sorted(level, reverse=True)[: tree.top_k]
-    return {path for _, path in sorted(pool, key=lambda one: -one[0])[: tree.rows - 1]}
+    return {path for _, path in sorted(pool, key=lambda candidate: -candidate[0])[: tree.rows - 1]}
 
 
 @torch.inference_mode()

@@ -41,15 +41,22 @@ def make_trace(
     ngram: dict[int, list[int]] | None = None,
     confidence: dict[str, list[float]] | None = None,
 ) -> Trace:
-    values = {name: np.array(one, dtype=float) for name, one in probability.items()}
-    seen = values if confidence is None else {n: np.array(one) for n, one in confidence.items()}
+    values = {name: np.array(numbers, dtype=float) for name, numbers in probability.items()}
+    seen = (
+        values
+        if confidence is None
+        else {n: np.array(numbers) for n, numbers in confidence.items()}
+    )
     return Trace(
         "task",
         values,
         seen,
         seen,
-        {("draft", name): {1: chain_ranks(one, depth)} for name, one in (accepted or {}).items()},
-        None if ngram is None else {key: np.array(one) for key, one in ngram.items()},
+        {
+            ("draft", name): {1: chain_ranks(numbers, depth)}
+            for name, numbers in (accepted or {}).items()
+        },
+        None if ngram is None else {key: np.array(numbers) for key, numbers in ngram.items()},
     )
 
 
@@ -58,7 +65,7 @@ def after_first(measurements: Measurements) -> Measurements:
 
     def extended(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: extended(one) for key, one in value.items()}
+            return {key: extended(part) for key, part in value.items()}
         return np.concatenate([value[:1], value]) if isinstance(value, np.ndarray) else value
 
     traces = [
@@ -87,7 +94,7 @@ def make_measurements(*traces: Trace, **changes: Any) -> Measurements:
         "verifying": names,
         "drafters": {"draft": names},
         "passes": {
-            name: PassCosts(LINE.rows, tuple(one / 10**place for one in LINE.seconds))
+            name: PassCosts(LINE.rows, tuple(duration / 10**place for duration in LINE.seconds))
             for place, name in enumerate(names)
         },
         "drafts": {"draft": DraftCosts({1: (0.5, 0.25)})},

@@ -49,7 +49,7 @@ def problems() -> list[dict[str, str]]:
 def texts() -> list[str]:
     """Code, scripts of the world, templates, and characters in any order."""
     drawn = random.Random(0)
-    found = [one[key] for one in problems() for key in ("prompt", "canonical_solution")]
+    found = [problem[key] for problem in problems() for key in ("prompt", "canonical_solution")]
     found += TEXTS
     while len(found) < NUM_TEXTS:
         found.append("".join(drawn.choices(CHARACTERS, k=drawn.randrange(1, 60))))
@@ -74,8 +74,8 @@ def test_token_ids(models: tuple[LlamaModel, Any, Any]) -> None:
 def test_first_tokens_of_answers(models: tuple[LlamaModel, Any, Any]) -> None:
     theirs, tokenizer, ours = models
     num_same = 0
-    for one in problems()[:NUM_PROMPTS]:
-        messages = [{"role": "user", "content": f"Complete this function:\n{one['prompt']}"}]
+    for problem in problems()[:NUM_PROMPTS]:
+        messages = [{"role": "user", "content": f"Complete this function:\n{problem['prompt']}"}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         expected = torch.from_numpy(theirs.logits(ids)[-1])
@@ -88,11 +88,13 @@ def test_first_tokens_of_answers(models: tuple[LlamaModel, Any, Any]) -> None:
 def test_perplexity(models: tuple[LlamaModel, Any, Any]) -> None:
     theirs, tokenizer, ours = models
     losses = []
-    for one in problems()[NUM_PROMPTS:]:
-        ids = tokenizer(one["prompt"] + one["canonical_solution"])["input_ids"]
+    for problem in problems()[NUM_PROMPTS:]:
+        ids = tokenizer(problem["prompt"] + problem["canonical_solution"])["input_ids"]
         both = torch.from_numpy(theirs.logits(ids)), ours(torch.tensor([ids])).logits[0]
         labels = torch.tensor(ids[1:])
-        losses.append([torch.nn.functional.cross_entropy(one[:-1], labels).item() for one in both])
+        losses.append(
+            [torch.nn.functional.cross_entropy(scores[:-1], labels).item() for scores in both]
+        )
     expected, found = torch.tensor(losses).mean(0).exp().tolist()
     print(f"perplexity: llama.cpp {expected:.4f}, here {found:.4f}")
     assert math.isclose(expected, found, rel_tol=5e-3)
@@ -107,8 +109,8 @@ def test_weights_as_stored_are_multiplied_as_exactly(name: str) -> None:
     kept = load_decoder(config, torch.float32, torch.device("cpu"), 1024)
     theirs, tokenizer = LlamaModel(find_gguf(name), 2, 1024, True), load_tokenizer(folder)
     sums = torch.zeros(3, dtype=torch.float64)
-    for one in problems()[NUM_PROMPTS::4]:
-        ids = tokenizer(one["prompt"] + one["canonical_solution"])["input_ids"]
+    for problem in problems()[NUM_PROMPTS::4]:
+        ids = tokenizer(problem["prompt"] + problem["canonical_solution"])["input_ids"]
         cache = KeyValueCache(
             config.decoder, config.decoder.num_layers, 1024, torch.float32, kept.device
         )

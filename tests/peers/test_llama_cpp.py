@@ -64,43 +64,43 @@ def test_logits_are_the_targets(target: Path, files: dict[str, Path]) -> None:
         expected = model(torch.tensor([IDS])).logits[0].numpy()
     differences = {}
     for kind, path in files.items():
-        one = LlamaModel(path, threads=1, context_tokens=32, is_exact=True)
-        assert one.vocab_size == expected.shape[1]
-        found = one.logits(IDS)
-        np.testing.assert_array_equal(one.logits(IDS), found)
+        loaded = LlamaModel(path, threads=1, context_tokens=32, is_exact=True)
+        assert loaded.vocab_size == expected.shape[1]
+        found = loaded.logits(IDS)
+        np.testing.assert_array_equal(loaded.logits(IDS), found)
         differences[kind] = np.abs(found - expected).max()
-        one.close()
+        loaded.close()
     assert differences["F32"] < 1e-3
     assert differences["Q4_0"] > 1e-2  # other weights
 
 
 @pytest.mark.usefixtures("library")
 def test_a_sequence_is_read_in_parts_and_cut(files: dict[str, Path]) -> None:
-    one = LlamaModel(files["F32"], threads=1, context_tokens=len(IDS))
-    expected = one.logits(IDS)
-    one.cut(4)
-    one.read(IDS[4:7], rows=1)
-    np.testing.assert_allclose(one.row(0), expected[6], atol=1e-4)
-    one.read(IDS[7:], rows=2)
-    np.testing.assert_allclose(one.row(0), expected[8], atol=1e-4)
-    assert one.best(1) == expected[9].argmax()
+    loaded = LlamaModel(files["F32"], threads=1, context_tokens=len(IDS))
+    expected = loaded.logits(IDS)
+    loaded.cut(4)
+    loaded.read(IDS[4:7], rows=1)
+    np.testing.assert_allclose(loaded.row(0), expected[6], atol=1e-4)
+    loaded.read(IDS[7:], rows=2)
+    np.testing.assert_allclose(loaded.row(0), expected[8], atol=1e-4)
+    assert loaded.best(1) == expected[9].argmax()
     with pytest.raises(LlamaError, match="more than the 10 tokens of the context"):
-        one.read([1], rows=1)
-    one.cut(0)
+        loaded.read([1], rows=1)
+    loaded.cut(0)
     with pytest.raises(LlamaError, match=r"llama\.cpp cannot read: "):
-        one.read([one.vocab_size], rows=1)
-    one.close()
+        loaded.read([loaded.vocab_size], rows=1)
+    loaded.close()
 
 
 @pytest.mark.usefixtures("library")
 def test_texts_become_tokens_and_texts_again(files: dict[str, Path]) -> None:
-    one = LlamaModel(files["F32"], threads=1, context_tokens=8)
-    pieces = {token: one.piece(token) for token in range(one.vocab_size)}
+    loaded = LlamaModel(files["F32"], threads=1, context_tokens=8)
+    pieces = {token: loaded.piece(token) for token in range(loaded.vocab_size)}
     letters = [token for token, piece in pieces.items() if len(piece) == 1 and piece.isascii()]
     assert len(letters) > 2
     text = b"".join(pieces[token] for token in letters).decode()
-    assert one.tokenize(text, add_special=False, parse_special=False) == letters
-    one.close()
+    assert loaded.tokenize(text, add_special=False, parse_special=False) == letters
+    loaded.close()
 
 
 @pytest.mark.usefixtures("library")
@@ -115,15 +115,15 @@ def test_the_bench_times_passes_by_their_tokens(files: dict[str, Path]) -> None:
     words = (PYTHON, "-m", "workers.llama_program", "llama-bench", "--model", files["F32"])
     more = ("--n-prompt", "1,4", "--n-gen", 0, "--n-depth", 16, "--repetitions", 3)
     found = json.loads(run_worker((*words, *more, "--threads", 1, "--output", "json"), 1))
-    assert [one["n_prompt"] for one in found] == [1, 4]
-    assert all(len(one["samples_ns"]) == 3 and min(one["samples_ns"]) > 0 for one in found)
+    assert [timing["n_prompt"] for timing in found] == [1, 4]
+    assert all(len(timing["samples_ns"]) == 3 and min(timing["samples_ns"]) > 0 for timing in found)
 
 
 @contextmanager
 def server(*words: object) -> Iterator[str]:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
     command = (PYTHON, PROGRAM, "llama-server", *words, "--host", "127.0.0.1", "--port", port)
     process = subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL)
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS

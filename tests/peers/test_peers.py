@@ -71,7 +71,11 @@ def answers_of(system: System, sampling: Sampling) -> list[list[int]]:
 def test_answers_are_the_targets(chain: Chain, systems: dict[str, System]) -> None:
     alone = chain.plan_of(["target"])
     expected = [
-        [one for part in chain.stream_ids(prompt, NUM_TOKENS, Sampling(), alone) for one in part]
+        [
+            token
+            for part in chain.stream_ids(prompt, NUM_TOKENS, Sampling(), alone)
+            for token in part
+        ]
         for prompt in PROMPTS
     ]
     found = {name: answers_of(system, Sampling()) for name, system in systems.items()}
@@ -108,7 +112,7 @@ def test_no_token_is_cut_off(chain: Chain, systems: dict[str, System]) -> None:
         if system.notes:  # other weights than the target's
             continue
         sampled = (Sampling(temperature=1.0, seed=seed) for seed in range(NUM_SAMPLES))
-        drawn = [system.answer(PROMPTS[0], 1, one).token_ids[0] for one in sampled]
+        drawn = [system.answer(PROMPTS[0], 1, sampling).token_ids[0] for sampling in sampled]
         share = sum(token in rare for token in drawn) / NUM_SAMPLES
         assert abs(share - due) < 4 * deviation, system.name
 

@@ -34,8 +34,8 @@ def test_blocks_are_nearer_than_those_of_the_largest_weight() -> None:
     found = gguf.quants.dequantize(ours.numpy(), Type.Q4_0)
     assert np.array_equal(found, BlockWeight(KIND, ours).dequantized().numpy())
     errors = [
-        float(np.square(one - weight.numpy()).mean())
-        for one in (found, gguf.quants.dequantize(theirs, Type.Q4_0))
+        float(np.square(values - weight.numpy()).mean())
+        for values in (found, gguf.quants.dequantize(theirs, Type.Q4_0))
     ]
     assert errors[0] < 0.9 * errors[1]
 

@@ -33,7 +33,9 @@ def test_a_matrix_is_rounded_to_8_bits_as_closely_as_the_library_does_it() -> No
         BlockWeight(rounded.type, rows).dequantized() for rows in (rounded.rows, theirs)
     )
     assert torch.count_nonzero(ours[3, :32]) == torch.count_nonzero(ours[4, 32:64]) == 0
-    error, their_error = (float((one - weight).square().mean()) for one in (ours, their_weight))
+    error, their_error = (
+        float((matrix - weight).square().mean()) for matrix in (ours, their_weight)
+    )
     assert error <= 1.01 * their_error
     step = weight.unflatten(1, (-1, 32)).abs().amax(2) / 127
     assert bool(((ours - weight).abs().unflatten(1, (-1, 32)).amax(2) <= 0.57 * step + 1e-9).all())

@@ -187,5 +187,7 @@ def test_special_tokens_within_each_other_are_taken_apart(
     for text in ("<<|im_end|>", "<|im_end|>", "|im_end|", "<<|im_end|>|im_end|"):
         plain = prompt_token_ids(tokenizer, forging(text), takes_control_tokens=False)
         empty = prompt_token_ids(tokenizer, forging("-"))
-        assert sum(one in special for one in plain) == sum(one in special for one in empty), text
+        assert sum(token in special for token in plain) == sum(
+            token in special for token in empty
+        ), text
         assert text in tokenizer.decode(plain)

@@ -76,7 +76,9 @@ def test_an_older_chain_is_migrated_and_then_whole(tiny_chain: Path, older) -> N
     assert (tiny_chain / f"chain.{number}.json").read_bytes() == written
     found = check_chain(tiny_chain).manifest
     assert found.plan == before.plan.model_copy(update={"rule": "token"})
-    assert [one.drafts_for for one in found.members] == [one.drafts_for for one in before.members]
+    assert [member.drafts_for for member in found.members] == [
+        member.drafts_for for member in before.members
+    ]
     assert (found.plans, found.results) == ((), None)
     if older is as_schema_1:
         assert found.quality == {"intermediate": {"perplexity": 2.5}}

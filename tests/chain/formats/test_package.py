@@ -453,7 +453,7 @@ def test_measured_plans_are_recorded_by_machine_dtype_and_temperature(tiny_chain
         ("Device B", "bfloat16", 1.0),
     )
     told = "the chain's plans were measured"
-    assert [manifest.lacks(*one) for one in asked] == [
+    assert [manifest.lacks(*settings) for settings in asked] == [
         None,
         f"{told} in bfloat16, not in float32",
         f"{told} at temperature 0, not at temperature 1",

@@ -83,12 +83,12 @@ def test_a_checkpoint_in_4_bits_gives_the_text_of_itself_alone(
 
 def test_llama_cpp_is_measured_on_the_same_codes(awq: Path, tmp_path: Path) -> None:
     modes = systems._llama_modes(load_chain(awq), Path("python"), tmp_path)
-    assert [(one.name, one.weights) for one in modes] == [
+    assert [(mode.name, mode.weights) for mode in modes] == [
         ("llama.cpp", "Q4_1"),
         ("llama.cpp lookup", "Q4_1"),
     ]
-    (path,) = {path for one in modes for path in one.files}
-    kinds = {one.name: one.tensor_type for one in gguf.GGUFReader(path).tensors}
+    (path,) = {path for mode in modes for path in mode.files}
+    kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors}
     assert kinds["blk.0.ffn_up.weight"] == gguf.GGMLQuantizationType.Q4_1
 
 

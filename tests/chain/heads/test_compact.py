@@ -21,7 +21,9 @@ def test_an_exported_head_is_imported_again(tiny_chain: Path, tmp_path: Path) ->
     kept, stored = load_tensors(folder), load_tensors(tiny_chain / "draft")
     stored[EMBEDDING] = load_tensors(tiny_chain / "target")[f"model.{EMBEDDING}"].bfloat16()
     assert EMBEDDING not in kept
-    assert {one.dtype for one in kept.values() if one.dim() == 2 and len(one.T) > 1} == {torch.int8}
+    assert {
+        tensor.dtype for tensor in kept.values() if tensor.dim() == 2 and len(tensor.T) > 1
+    } == {torch.int8}
     summary = import_head(folder, tiny_chain / "target", tmp_path / "head")
     assert (summary["kind"], summary["dtype"]) == ("eagle2", "bfloat16")
     again = load_tensors(tmp_path / "head")

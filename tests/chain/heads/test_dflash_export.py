@@ -85,7 +85,9 @@ def test_both_engines_find_all_parameters(packed: Callable[..., Path], tmp_path:
         again, before = tmp_path / f"{to} again", tmp_path / "draft"
         assert read_config(again).head == read_config(before).head
         stored = load_tensors(again)
-        assert all(torch.equal(stored[name], one) for name, one in load_tensors(before).items())
+        assert all(
+            torch.equal(stored[name], tensor) for name, tensor in load_tensors(before).items()
+        )
     command = launch_command("sglang", exported)
     assert "--speculative-algorithm DFLASH" in command
     assert f"--speculative-num-draft-tokens {SIZE}" in command

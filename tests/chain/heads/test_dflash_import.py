@@ -127,14 +127,18 @@ SPELLINGS: dict[str, tuple[Config, Config, Callable[[str], str]]] = {
     "Domino by its architecture": (
         DFLASH_SECTIONS["domino"],
         published(
-            {key: one for key, one in DFLASH_SECTIONS["domino"].items() if key != "projector_type"},
+            {
+                key: value
+                for key, value in DFLASH_SECTIONS["domino"].items()
+                if key != "projector_type"
+            },
             architectures=["DominoDraftModel"],
         ),
         same,
     ),
     "SpecForge's DSpark": (
         GATED,
-        published({key: one for key, one in GATED.items() if key != "shift_label"}),
+        published({key: value for key, value in GATED.items() if key != "shift_label"}),
         same,
     ),
     "NVIDIA's DSpark": (

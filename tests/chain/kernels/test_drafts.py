@@ -43,9 +43,11 @@ def random_request(
     return DraftRequest(state, cache.layers, num, depth, top_k, window, perturbation)
 
 
-def is_same(one: Candidates, other: Candidates) -> bool:
-    parts = [(found.tokens, found.scores.view(torch.int32), found.beams) for found in (one, other)]
-    return one.top_k == other.top_k and all(map(torch.equal, *parts))
+def is_same(candidates: Candidates, other: Candidates) -> bool:
+    parts = [
+        (found.tokens, found.scores.view(torch.int32), found.beams) for found in (candidates, other)
+    ]
+    return candidates.top_k == other.top_k and all(map(torch.equal, *parts))
 
 
 def written(request: DraftRequest) -> Tensor:
@@ -75,8 +77,8 @@ def test_drafts_have_the_bits_of_each_alone(kind: str, dtype: torch.dtype) -> No
                 layer[:, request.start :] = 0
         with threads(num):
             found = model.drafts([requests[place] for place in mixed])
-        for place, one in zip(mixed, found, strict=True):
-            assert is_same(one, expected[place][0])
+        for place, drafted in zip(mixed, found, strict=True):
+            assert is_same(drafted, expected[place][0])
             assert torch.equal(written(requests[place]), expected[place][1])
 
 
@@ -95,16 +97,16 @@ def test_a_draft_ends_after_a_level_of_improbable_candidates(kind: str) -> None:
     requests = [random_request(model, seed, SCALES[kind], depth=6) for seed in range(12)]
     added = torch.randn(6, CONFIG.vocab_size, generator=torch.Generator().manual_seed(3))
     perturbation = Perturbation(SCALES[kind], added)
-    requests = [replace(one, perturbation=perturbation) for one in requests]
-    whole = [one for one, _ in alone(model, requests)]
+    requests = [replace(request, perturbation=perturbation) for request in requests]
+    whole = [drafted for drafted, _ in alone(model, requests)]
     ending, expected = [], []
     for place, (request, candidates) in enumerate(zip(requests, whole, strict=True)):
         best = [max(level) for level in levels_of(candidates)]
         least = [*best, 0.0, -math.inf][place % 8]
-        num_levels = sum(one >= least for one in best[:-1]) + 1
+        num_levels = sum(score >= least for score in best[:-1]) + 1
         ending.append(replace(request, least_score=least))
         expected.append(candidates.first_levels(num_levels))
-    assert {one.num_levels for one in expected} == set(range(1, 7))
+    assert {drafted.num_levels for drafted in expected} == set(range(1, 7))
     for num in (1, 2, 3):
         with threads(num):
             found = model.drafts(ending)
@@ -114,11 +116,11 @@ def test_a_draft_ends_after_a_level_of_improbable_candidates(kind: str) -> None:
     )
     with eager():
         plain = drafting(kind)
-    for request, one in zip(ending, expected, strict=True):
+    for request, drafted in zip(ending, expected, strict=True):
         # the reference rounds otherwise: a best score that is the least one may be below it
         (other,) = plain.drafts([replace(request, least_score=request.least_score - 1e-3)])
         (longer,) = model.drafts([replace(request, least_score=request.least_score - 1e-3)])
-        assert other.num_levels == longer.num_levels >= one.num_levels
+        assert other.num_levels == longer.num_levels >= drafted.num_levels
 
 
 def levels_of(candidates: Candidates) -> list[list[float]]:
@@ -145,7 +147,7 @@ def test_everything_that_a_request_says_counts() -> None:
         replace(request, perturbation=Perturbation(1.5e-3, added)),
         replace(request, perturbation=Perturbation(1e-3, added.roll(1, 0))),
     ):
-        (first, _), (second, _) = (model.drafts([one, other]) for one in (request, changed))
+        (first, _), (second, _) = (model.drafts([variant, other]) for variant in (request, changed))
         assert not is_same(first, second)
 
 
@@ -162,7 +164,7 @@ def test_levels_of_too_many_rows_are_divided(monkeypatch: pytest.MonkeyPatch) ->
     )
     found = model.drafts(requests)
     assert calls == [6, 2]
-    assert all(is_same(one, own) for one, (own, _) in zip(found, expected, strict=True))
+    assert all(is_same(drafted, own) for drafted, (own, _) in zip(found, expected, strict=True))
     assert model.drafts([]) == []
 
 
@@ -177,9 +179,9 @@ def test_drafts_of_the_reference_are_those_of_each_alone() -> None:
         for model in (native, plain)
     )
     found = plain.drafts(expected)
-    for one, (own, _), fast in zip(
+    for drafted, (own, _), fast in zip(
         found, alone(plain, expected), native.drafts(requests), strict=True
     ):
-        assert is_same(one, own)
-        assert torch.equal(one.tokens, fast.tokens)
-        torch.testing.assert_close(one.scores, fast.scores, rtol=1e-5, atol=1e-5)
+        assert is_same(drafted, own)
+        assert torch.equal(drafted.tokens, fast.tokens)
+        torch.testing.assert_close(drafted.scores, fast.scores, rtol=1e-5, atol=1e-5)

@@ -111,7 +111,7 @@ def test_noise_of_a_word_is_as_documented_to_the_last_bit() -> None:
     # both sides of the branch and of the second logarithm's zero are among them
     assert plain_half(NEAR - 1) <= np.float32(noise.NEAR) < plain_half(NEAR)
     assert (found == 0).any()
-    assert len({math.copysign(1, one) for one in found.tolist()}) == 2
+    assert len({math.copysign(1, value) for value in found.tolist()}) == 2
 
 
 @pytest.mark.parametrize(("seed", "choice"), [(0, 0), (2**64 - 1, 3), (1 << 32, 2**32 - 1)])
@@ -192,8 +192,8 @@ def test_seeds_choices_positions_and_tokens_are_independent() -> None:
         found = gumbel_noise(noise_key(seed, choice), positions, 1000)
         return (-(-found.double()).exp()).exp()
 
-    def of_pairs(one: Tensor, other: Tensor) -> float:
-        cells = (one * 10).long().clamp(max=9) * 10 + (other * 10).long().clamp(max=9)
+    def of_pairs(uniform: Tensor, other: Tensor) -> float:
+        cells = (uniform * 10).long().clamp(max=9) * 10 + (other * 10).long().clamp(max=9)
         counts = torch.bincount(cells.flatten(), minlength=100)
         return p_value(counts, torch.full((100,), 0.01))
 

@@ -48,7 +48,7 @@ def check(correction: Correction | None, table: Tensor | None) -> None:
     positions = torch.randn(L, V, generator=torch.Generator().manual_seed(3))
     candidates = expand_positions(positions, Operations(), PREFIX, V, correction)
     tree = candidates.keep_best(ROOT, 12)
-    expected = sorted(all_paths(positions, table).items(), key=lambda one: -one[1])[:11]
+    expected = sorted(all_paths(positions, table).items(), key=lambda entry: -entry[1])[:11]
     assert {tuple(path) for path in tree.paths()[1:]} == {path for path, _ in expected}
 
 

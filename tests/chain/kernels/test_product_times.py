@@ -142,9 +142,9 @@ def test_measuring_leaves_nothing_behind() -> None:
     times = module._measured()
     assert torch.get_num_threads() == num_threads
     assert torch.equal(torch.get_rng_state(), state)
-    for one in times.values():
-        assert one.forward_gflops == pytest.approx(2 * 128 * 256 * 768 / one.forward / 1e6)
-        assert one.backward > one.forward  # two products of that size
+    for timing in times.values():
+        assert timing.forward_gflops == pytest.approx(2 * 128 * 256 * 768 / timing.forward / 1e6)
+        assert timing.backward > timing.forward  # two products of that size
 
 
 def test_a_gpu_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,9 +53,9 @@ def test_a_gpu_runs_kernels_in_half_precision(wanted: str, monkeypatch: pytest.M
     monkeypatch.setenv("POLYBASIC_KERNELS", wanted)
     assert executors(GPU) == ["cuda", "cuda", "torch"]
     found = [backend_for(GPU, dtype) for dtype in DTYPES]
-    assert all(type(one) is DeviceBackend and one.keeps_dense for one in found)
-    assert [one.packs_4_bits for one in found] == [True, True, False]
-    assert [one.rounds_drafts(64) for one in found] == [True, True, False]
+    assert all(type(backend) is DeviceBackend and backend.keeps_dense for backend in found)
+    assert [backend.packs_4_bits for backend in found] == [True, True, False]
+    assert [backend.rounds_drafts(64) for backend in found] == [True, True, False]
     assert not found[0].rounds_drafts(DRAFT_GROUP_SIZE + 8)
 
 
@@ -142,7 +142,7 @@ def test_eager_operations_can_be_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPa
     has_triton(monkeypatch, True)
     monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
     found = [backend_for(GPU, dtype) for dtype in DTYPES]
-    assert all(type(one) is TorchBackend and not one.packs_4_bits for one in found)
+    assert all(type(backend) is TorchBackend and not backend.packs_4_bits for backend in found)
     assert describe_gpu_kernels() == "eager PyTorch (POLYBASIC_KERNELS=eager)"
 
 
@@ -155,9 +155,9 @@ def test_a_cpu_runs_the_device_path_only_where_it_is_asked_for(
     assert {type(backend_for(CPU, dtype)) for dtype in DTYPES} == {TorchBackend}
     monkeypatch.setenv("POLYBASIC_KERNELS", "device")
     found = [backend_for(CPU, dtype) for dtype in DTYPES]
-    assert {type(one) for one in found} == {DeviceBackend}
-    assert [one.packs_4_bits for one in found] == [True] * 3
-    assert [one.rounds_drafts(64) for one in found] == [True, True, False]
+    assert {type(backend) for backend in found} == {DeviceBackend}
+    assert [backend.packs_4_bits for backend in found] == [True] * 3
+    assert [backend.rounds_drafts(64) for backend in found] == [True, True, False]
     monkeypatch.setenv("POLYBASIC_KERNELS", "fast")
     with pytest.raises(UserError, match="use auto, native, eager or device"):
         backend_for(CPU, torch.bfloat16)

@@ -70,11 +70,11 @@ def random_ids(num: int, seed: int) -> Tensor:
 
 def after_prompts(model: Executor, sequences: Sequence[Continued]) -> list[KeyValueCache]:
     caches = []
-    for seed, one in enumerate(sequences):
+    for seed, sequence in enumerate(sequences):
         cache = cache_of(model)
-        if one.prompt:
-            prompt = consecutive_rows(0, one.prompt)
-            model.forward(random_ids(one.prompt, seed), [cache.layers], [prompt])
+        if sequence.prompt:
+            prompt = consecutive_rows(0, sequence.prompt)
+            model.forward(random_ids(sequence.prompt, seed), [cache.layers], [prompt])
         caches.append(cache)
     return caches
 
@@ -99,19 +99,19 @@ NUMS = [(name, num) for name in EXECUTORS for num in (2, 3, 7) if name != "cuda"
 @pytest.mark.parametrize(("model", "num"), NUMS, indirect=["model"])
 def test_each_sequence_gets_what_it_gets_alone(model: Executor, num: int) -> None:
     sequences = MIXED[:num]
-    rows = [one.read for one in sequences]
-    ids = [random_ids(one.num_rows, 100 + seed) for seed, one in enumerate(rows)]
+    rows = [sequence.read for sequence in sequences]
+    ids = [random_ids(part.num_rows, 100 + seed) for seed, part in enumerate(rows)]
     caches = after_prompts(model, sequences)
     alone_caches, others = copies_of(model, caches), copies_of(model, caches)
     alone = [
-        model.forward(own_ids, [cache.layers], [taken(model, one)])  # type: ignore[list-item]
-        for own_ids, cache, one in zip(ids, alone_caches, rows, strict=True)
+        model.forward(own_ids, [cache.layers], [taken(model, part)])  # type: ignore[list-item]
+        for own_ids, cache, part in zip(ids, alone_caches, rows, strict=True)
     ]
     layers = [cache.layers for cache in caches]
     same = torch.equal if model.name == "cpu" else is_close
     for num_threads in (3, 2, 1) if model.name == "cpu" else (1,):
         with threads(num_threads):
-            together = model.forward(torch.cat(ids), layers, [taken(model, one) for one in rows])  # type: ignore[misc]
+            together = model.forward(torch.cat(ids), layers, [taken(model, part) for part in rows])  # type: ignore[misc]
         assert same(together, torch.cat(alone))
         for cache, own in zip(caches, alone_caches, strict=True):
             assert same(cache.block, own.block)
@@ -119,7 +119,7 @@ def test_each_sequence_gets_what_it_gets_alone(model: Executor, num: int) -> Non
     turned = model.forward(
         torch.cat(ids),
         [cache.layers for cache in (*others[1:], others[0])],
-        [taken(model, one) for one in rows],  # type: ignore[misc]
+        [taken(model, part) for part in rows],  # type: ignore[misc]
     )
     assert not is_close(turned, together)
 
@@ -133,16 +133,16 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
 def test_heads_read_several_sequences(model: Executor) -> None:
     head = head_of(model)
     rows = [consecutive_rows(0, 9), tree_rows(5, PARENTS), consecutive_rows(12, 3)]
-    num_rows = sum(one.num_rows for one in rows)
+    num_rows = sum(own_rows.num_rows for own_rows in rows)
     ids, features = random_ids(num_rows, 1), torch.randn(num_rows, CONFIG.hidden_size)
     features = features.to(model.dtype)
     caches = [[torch.randn_like(cache_of(head, 1).layers[0])] for _ in rows]
     copies = [[cache[0].clone()] for cache in caches]
     together = head.forward(ids, caches, rows, features)
     alone, first = [], 0
-    for cache, one in zip(copies, rows, strict=True):
-        part = slice(first, first + one.num_rows)
-        alone.append(head.forward(ids[part], [cache], [one], features[part]))
+    for cache, own_rows in zip(copies, rows, strict=True):
+        part = slice(first, first + own_rows.num_rows)
+        alone.append(head.forward(ids[part], [cache], [own_rows], features[part]))
         first = part.stop
     same = torch.equal if model.name == "cpu" else is_close
     assert same(together, torch.cat(alone))
@@ -152,7 +152,7 @@ def test_heads_read_several_sequences(model: Executor) -> None:
 def test_a_pass_of_too_many_rows_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder(torch.float32)
     rows = [consecutive_rows(0, 400), tree_rows(0, PARENTS), consecutive_rows(0, 300)]
-    ids = random_ids(sum(one.num_rows for one in rows), 3)
+    ids = random_ids(sum(own_rows.num_rows for own_rows in rows), 3)
     calls: list[int] = []
     call = model.kernels.library.polybasic_pass  # type: ignore[attr-defined]
     monkeypatch.setattr(
@@ -163,10 +163,10 @@ def test_a_pass_of_too_many_rows_is_divided(monkeypatch: pytest.MonkeyPatch) -> 
     together = model.forward(ids, [cache_of(model).layers for _ in rows], rows)
     assert len(calls) == -(-len(ids) // cpu.MAX_ROWS)
     alone, first = [], 0
-    for one in rows:
-        part = ids[first : first + one.num_rows]
-        alone.append(model.forward(part, [cache_of(model).layers], [one]))
-        first += one.num_rows
+    for own_rows in rows:
+        part = ids[first : first + own_rows.num_rows]
+        alone.append(model.forward(part, [cache_of(model).layers], [own_rows]))
+        first += own_rows.num_rows
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -174,14 +174,14 @@ def test_rows_are_divided_between_passes_but_trees_are_not() -> None:
     rows = [consecutive_rows(2, 5), tree_rows(0, PARENTS), consecutive_rows(9, 1)]
     passes = list(split_rows(rows, 8))
     shown = [
-        [(place, tokens, part.num_rows, part.start) for place, tokens, part in one]
-        for one in passes
+        [(place, tokens, part.num_rows, part.start) for place, tokens, part in group]
+        for group in passes
     ]
     assert shown == [
         [(0, slice(0, 5), 5, 2)],
         [(1, slice(5, 12), 7, 0), (2, slice(12, 13), 1, 9)],
     ]
     assert [
-        [(tokens, part.start, part.num_rows) for _, tokens, part in one]
-        for one in split_rows(rows[:1], 2)
+        [(tokens, part.start, part.num_rows) for _, tokens, part in group]
+        for group in split_rows(rows[:1], 2)
     ] == [[(slice(0, 2), 2, 2)], [(slice(2, 4), 4, 2)], [(slice(4, 5), 6, 1)]]

@@ -104,8 +104,8 @@ def both_answers(
     for rows in passes:
         ids = token_ids[read : read + rows[0].num_rows]
         read += rows[0].num_rows
-        for found, cache, one in zip(answers, caches, rows, strict=True):
-            found.append(model.logits(model.forward(ids, [cache.layers], [one])))
+        for found, cache, own_rows in zip(answers, caches, rows, strict=True):
+            found.append(model.logits(model.forward(ids, [cache.layers], [own_rows])))
     return torch.cat(answers[0]), torch.cat(answers[1]), *caches
 
 

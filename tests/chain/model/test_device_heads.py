@@ -158,13 +158,15 @@ def test_heads_in_half_precision_draft_from_weights_in_4_bits(
     (target, dense), (_, found) = load_both(folders("llama3"), tmp_path / "head", dtype)
     weights, ids = found.weights, random_tokens(21)
     linears = [weights.fc, weights.lm_head, *vars(weights.layers[0]).values()]
-    packed = [one for one in linears if isinstance(getattr(one, "weight", None), PackedWeight)]
+    packed = [
+        linear for linear in linears if isinstance(getattr(linear, "weight", None), PackedWeight)
+    ]
     assert len(packed) == 6
     read = dense.weights.select_inputs(states_of(target, dense, ids[:20]))
     known, rows = block(0, 20)
 
-    def logits(head: Executor, one: Any) -> Tensor:
-        states = head.forward(ids[1:], [cache_of(head).layers], [one], head.features(read))
+    def logits(head: Executor, own_rows: Any) -> Tensor:
+        states = head.forward(ids[1:], [cache_of(head).layers], [own_rows], head.features(read))
         return head.logits(states).float()
 
     dense_logits, known_logits, ours = (

@@ -89,12 +89,12 @@ def test_a_draft_by_levels_is_its_whole_tree(
         assert rows.visible is not None
         # a row that sees a cousin's path: the twin that must not be mistaken for it
         wrong = replace(rows, visible=rows.visible.roll(1, 0) | rows.visible)
-        for found, one in (
+        for found, variant in (
             (shifted, wrong),
             (known, replace(rows, known_prefix=start)),
             (ours, rows),
         ):
-            states = model.forward(level_ids, [our_cache.layers], [one])
+            states = model.forward(level_ids, [our_cache.layers], [variant])
             found.append(model.logits(states))
     tolerance = TOLERANCE * logits.abs().max()
     assert (torch.cat(ours) - logits[start:]).abs().max() < tolerance
@@ -108,9 +108,9 @@ def test_rows_that_only_fill_up_change_nothing(folders: Folders) -> None:
     """A captured pass reads more rows than there are tokens: later ones see earlier ones."""
     model, ids = load(folders("gemma3")), random_tokens(40)
     caches = cache_of(model), cache_of(model)
-    for one in caches:
+    for cache in caches:
         prompt = device_consecutive_rows(torch.tensor(0), 30)
-        model.forward(ids[:30], [one.layers], [prompt])
+        model.forward(ids[:30], [cache.layers], [prompt])
     exact, padded = (
         model.forward(
             ids[30 : 30 + num_rows],
@@ -130,8 +130,8 @@ def test_inputs_of_layers_are_a_part_of_the_states(folders: Folders) -> None:
     model, ids = load(folders("gemma2")), random_tokens(12)
     known, rows = block(0, 12)
     theirs, ours, other = (
-        model.forward(ids, [cache_of(model).layers], [one], feature_layers=layers)
-        for one, layers in ((known, FEATURE_LAYERS), (rows, FEATURE_LAYERS), (rows, (0, 1, 2)))
+        model.forward(ids, [cache_of(model).layers], [own_rows], feature_layers=layers)
+        for own_rows, layers in ((known, FEATURE_LAYERS), (rows, FEATURE_LAYERS), (rows, (0, 1, 2)))
     )
     assert ours.shape == (12, model.states_width(FEATURE_LAYERS))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

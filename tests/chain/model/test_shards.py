@@ -117,8 +117,8 @@ def test_parts_compute_what_the_whole_model_computes(
     folder = folders(family)
     states, logits = passes(load_decoder(read_config(folder), torch.float32, CPU, CAPACITY))
     found, of_parts = divided(folder, count)
-    for one in found:
-        torch.testing.assert_close(one, states, rtol=TOLERANCE, atol=TOLERANCE)
+    for computed in found:
+        torch.testing.assert_close(computed, states, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(of_parts, logits, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -150,7 +150,9 @@ def test_a_fault_is_noticed(folders: Callable[[str], Path], fault: str) -> None:
 @pytest.mark.parametrize("size", [640, 1000, 37])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_parts_are_all_and_nearly_equal(size: int, count: int) -> None:
-    for unit in (one for one in (1, 8, 128) if size % one == 0 and size // one >= count):
+    for unit in (
+        multiple for multiple in (1, 8, 128) if size % multiple == 0 and size // multiple >= count
+    ):
         parts = [Shard(rank, count).part(size, unit) for rank in range(count)]
         assert [place for part in parts for place in range(size)[part]] == list(range(size))
         sizes = [part.stop - part.start for part in parts]

@@ -132,10 +132,10 @@ def test_independent_ratios_are_divided() -> None:
     first, second = (
         flat(benchmark(np.random.default_rng(seed), 6, 4, 0.2, 0.03)) for seed in (1, 2)
     )
-    one, other = (estimate(totals, POWERS, tasks) for totals, tasks in (first, second))
-    quotient = one - other
-    assert quotient.value == pytest.approx(one.value / other.value)
-    assert quotient.error == pytest.approx((one.error**2 + other.error**2) ** 0.5)
+    dividend, divisor = (estimate(totals, POWERS, tasks) for totals, tasks in (first, second))
+    quotient = dividend - divisor
+    assert quotient.value == pytest.approx(dividend.value / divisor.value)
+    assert quotient.error == pytest.approx((dividend.error**2 + divisor.error**2) ** 0.5)
     low, high = quotient.bounds
     assert low < quotient.value < high
 

@@ -36,8 +36,8 @@ def measured(
         factor = (factors or {}).get(name, 1.0)
         seconds = [
             [
-                one * factor * float(of_prompt * np.exp(noise * chance.standard_normal()))
-                for one, of_prompt in zip(row, by_prompt, strict=False)
+                duration * factor * float(of_prompt * np.exp(noise * chance.standard_normal()))
+                for duration, of_prompt in zip(row, by_prompt, strict=False)
             ]
             for row in system.answers.seconds
         ]
@@ -47,7 +47,9 @@ def measured(
 
 
 def with_other_prompts(report: Report) -> Report:
-    prompts = [one.model_copy(update={"sha256": f"other {one.sha256}"}) for one in report.prompts]
+    prompts = [
+        prompt.model_copy(update={"sha256": f"other {prompt.sha256}"}) for prompt in report.prompts
+    ]
     return report.model_copy(update={"prompts": prompts})
 
 
@@ -70,18 +72,18 @@ def test_ratios_are_those_of_the_reports() -> None:
     found = compare(before, after)
     assert found.is_paired
     assert found.num_prompts == (24, 24)
-    one = found.systems["polybasic"]
-    assert one.tokens_per_second is not None
-    assert one.tokens_per_second.before == pytest.approx(rate(before, "polybasic"))
-    assert one.tokens_per_second.after == pytest.approx(rate(after, "polybasic"))
-    assert one.tokens_per_second.ratio == pytest.approx(
+    system = found.systems["polybasic"]
+    assert system.tokens_per_second is not None
+    assert system.tokens_per_second.before == pytest.approx(rate(before, "polybasic"))
+    assert system.tokens_per_second.after == pytest.approx(rate(after, "polybasic"))
+    assert system.tokens_per_second.ratio == pytest.approx(
         rate(after, "polybasic") / rate(before, "polybasic")
     )
     assert speedup(found, "polybasic").before == pytest.approx(
         rate(before, "polybasic") / rate(before, "target")
     )
-    assert one.accepted_length is not None
-    assert one.accepted_length.before == pytest.approx(4.4)
+    assert system.accepted_length is not None
+    assert system.accepted_length.before == pytest.approx(4.4)
     assert found.systems["target"].speedup is None
 
 
@@ -136,8 +138,8 @@ def test_error_against_a_plain_loop() -> None:
     for _ in range(2000):
         # three of the four prompts of each task; all answers have as many tokens
         drawn = [4 * task + int(numbers.integers(4)) for task in range(6) for _ in range(3)]
-        one, other, third, fourth = seconds[:, drawn].sum(1)
-        logs.append(math.log(one / other * third / fourth))
+        first, second, third, fourth = seconds[:, drawn].sum(1)
+        logs.append(math.log(first / second * third / fourth))
     # 2.101: Student's factor with 18 degrees of freedom
     assert math.log(found.high / found.low) == pytest.approx(2 * 2.101 * np.std(logs), rel=0.08)
 
@@ -147,8 +149,8 @@ def test_a_report_is_no_other_than_itself() -> None:
     found = compare(report, report)
     assert found.differences == []
     assert found.notes == []
-    for one in found.systems.values():
-        for change in (one.tokens_per_second, one.speedup, one.decode_speedup):
+    for system in found.systems.values():
+        for change in (system.tokens_per_second, system.speedup, system.decode_speedup):
             if change is not None:
                 assert change.ratio == pytest.approx(1)
                 assert not change.is_seen
@@ -170,8 +172,8 @@ def test_prompts_that_both_have_are_compared() -> None:
     """Of an interrupted report, and of one with some other prompts."""
     before, after = measured(1), measured(2)
     changed = [
-        one if place % 6 else one.model_copy(update={"sha256": f"other {place}"})
-        for place, one in enumerate(after.prompts)
+        prompt if place % 6 else prompt.model_copy(update={"sha256": f"other {place}"})
+        for place, prompt in enumerate(after.prompts)
     ]
     found = compare(before, after.model_copy(update={"prompts": changed}))
     assert (found.is_paired, found.num_prompts, found.num_left_out) == (True, (20, 20), (4, 4))
@@ -192,8 +194,8 @@ def test_prompts_that_both_have_are_compared() -> None:
 def test_a_single_question_has_no_interval() -> None:
     before = measured(1)
     alone = [
-        one.model_copy(update={"question_id": "1", "task": "qa", "group": ""})
-        for one in before.prompts
+        prompt.model_copy(update={"question_id": "1", "task": "qa", "group": ""})
+        for prompt in before.prompts
     ]
     before = before.model_copy(update={"prompts": alone})
     found = compare(before, measured(2, {"polybasic": 0.5}, of=before))
@@ -226,7 +228,10 @@ def test_memory() -> None:
 
 
 def facts(comparison: Comparison) -> dict[str, tuple[str | None, str | None]]:
-    return {f"{one.part} {one.name}": (one.before, one.after) for one in comparison.differences}
+    return {
+        f"{difference.part} {difference.name}": (difference.before, difference.after)
+        for difference in comparison.differences
+    }
 
 
 def test_differences_by_part() -> None:

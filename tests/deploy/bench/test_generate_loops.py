@@ -24,8 +24,8 @@ LOOKUP = {"prompt_lookup_num_tokens": 10}
 
 def loop_of(folder: Path, assistant: Path | None = None, **settings: Any) -> GenerateLoop:
     models = [
-        None if one is None else load_for_generate(one, torch.float32, CPU)
-        for one in (folder, assistant)
+        None if path is None else load_for_generate(path, torch.float32, CPU)
+        for path in (folder, assistant)
     ]
     assert models[0] is not None
     return GenerateLoop("hf", "transformers", models[0], STOP, settings, models[1])
@@ -120,7 +120,7 @@ def test_drafts_save_passes_and_change_no_greedy_token(tiny_target: Path, tmp_pa
         assert answer.token_ids == found["plain"].token_ids, name
         assert 1 <= answer.num_first <= len(answer.token_ids)
         assert answer.first_seconds < answer.seconds
-    num = {name: len(one.rows) for name, one in passes.items()}
+    num = {name: len(record.rows) for name, record in passes.items()}
     assert num["plain"] == len(found["plain"].token_ids) == 40
     assert num["lookup"] < 0.7 * num["plain"], "the answer repeats itself"
     assert num["near"] < 0.7 * num["plain"]

@@ -69,27 +69,27 @@ def drawn(
 
 
 def test_totals_over_totals() -> None:
-    one = answers([[10, 20], [10, 20]], [[1, 2], [1, 2]])
+    system = answers([[10, 20], [10, 20]], [[1, 2], [1, 2]])
     other = answers([[10, 20], [10, 20]], [[2, 5], [2, 7]])
-    found = ratio(one, other, prompts_of(1, 2))
+    found = ratio(system, other, prompts_of(1, 2))
     assert found.value == pytest.approx((60 / 6) / (60 / 16))
-    assert ratio(one, other, prompts_of(1, 2), places=[1]).value == pytest.approx(3)
+    assert ratio(system, other, prompts_of(1, 2), places=[1]).value == pytest.approx(3)
 
 
 def test_answers_that_one_of_them_lacks_do_not_count() -> None:
     # in the second repeat the one was stopped after a prompt, the other never began
-    one = answers([[10, 20], [10]], [[1, 2], [50]])
+    system = answers([[10, 20], [10]], [[1, 2], [50]])
     other = answers([[10, 20]], [[2, 6]])
-    assert ratio(one, other, prompts_of(1, 2)).value == pytest.approx(8 / 3)
-    assert ratio(other, one, prompts_of(1, 2)).value == pytest.approx(3 / 8)
+    assert ratio(system, other, prompts_of(1, 2)).value == pytest.approx(8 / 3)
+    assert ratio(other, system, prompts_of(1, 2)).value == pytest.approx(3 / 8)
     longer = answers([[10, 20], [10, 20]], [[2, 6], [2, 1000]])
-    assert ratio(one, longer, prompts_of(1, 2)).value == pytest.approx(10 / 53)
+    assert ratio(system, longer, prompts_of(1, 2)).value == pytest.approx(10 / 53)
 
 
 def test_decode_leaves_out_what_came_first() -> None:
-    one = answers([[10, 20]], [[1.5, 2.5]], first=2, first_seconds=0.5)
+    system = answers([[10, 20]], [[1.5, 2.5]], first=2, first_seconds=0.5)
     other = answers([[10, 20]], [[3, 5]], first=1, first_seconds=1)
-    found = ratio(one, other, prompts_of(1, 2), decode=True)
+    found = ratio(system, other, prompts_of(1, 2), decode=True)
     assert found is not None
     assert found.value == pytest.approx((26 / 3) / (28 / 6))
     in_one_piece = answers([[2, 2]], [[0.5, 0.5]], first=2, first_seconds=0.5)
@@ -110,14 +110,14 @@ def test_system_without_tokens() -> None:
 
 def test_turns_of_a_question_stay_together() -> None:
     """Copies of a prompt in another turn tell nothing new; other questions do."""
-    one, other = drawn(12, 2, 0.3, 0)
+    system, other = drawn(12, 2, 0.3, 0)
     twice = [
         answers([[x for x in row for _ in "ab"] for row in y.num_tokens], [
             [x for x in row for _ in "ab"] for row in y.seconds
         ])
-        for y in (one, other)
+        for y in (system, other)
     ]  # fmt: skip
-    alone = ratio(one, other, prompts_of(3, 4))
+    alone = ratio(system, other, prompts_of(3, 4))
     turns = ratio(twice[0], twice[1], prompts_of(3, 4, turns=2))
     assert (turns.low, turns.high) == pytest.approx((alone.low, alone.high))
     questions = ratio(twice[0], twice[1], prompts_of(3, 8))
@@ -126,7 +126,7 @@ def test_turns_of_a_question_stay_together() -> None:
 
 
 def test_question_ids_of_other_groups_are_other_questions() -> None:
-    one, other = drawn(12, 2, 0.3, 0)
+    system, other = drawn(12, 2, 0.3, 0)
     prompts = prompts_of(1, 12)
     renamed = [
         prompt.model_copy(
@@ -134,7 +134,7 @@ def test_question_ids_of_other_groups_are_other_questions() -> None:
         )
         for place, prompt in enumerate(prompts)
     ]
-    found, all_of_one = ratio(one, other, renamed), ratio(one, other, prompts)
+    found, all_of_one = ratio(system, other, renamed), ratio(system, other, prompts)
     assert found.value == all_of_one.value
     assert math.log(found.high / found.low) == pytest.approx(
         math.log(all_of_one.high / all_of_one.low), rel=0.25
@@ -142,37 +142,37 @@ def test_question_ids_of_other_groups_are_other_questions() -> None:
 
 
 def test_a_system_over_itself_is_conclusive() -> None:
-    one, _ = drawn(6, 2, 0.3, 0.1)
-    found = ratio(one, one, prompts_of(3, 2))
+    system, _ = drawn(6, 2, 0.3, 0.1)
+    found = ratio(system, system, prompts_of(3, 2))
     assert (found.value, found.low, found.high) == pytest.approx((1, 1, 1))
     assert found.is_conclusive
 
 
 def test_a_drift_of_both_widens_nothing() -> None:
-    one, other = drawn(12, 2, 0.1, 0, repeats=2)
+    system, other = drawn(12, 2, 0.1, 0, repeats=2)
     slower = [
         x.model_copy(update={"seconds": [x.seconds[0], [3 * y for y in x.seconds[1]]]})
-        for x in (one, other)
+        for x in (system, other)
     ]
-    steady, drifting = (ratio(*pair, prompts_of(3, 4)) for pair in ((one, other), slower))
+    steady, drifting = (ratio(*pair, prompts_of(3, 4)) for pair in ((system, other), slower))
     assert drifting.low == pytest.approx(steady.low)
     assert drifting.high == pytest.approx(steady.high)
 
 
 def test_one_prompt_a_task_is_resampled_over_tasks() -> None:
-    one, other = drawn(6, 2, 0.1, 0)
-    by_task, of_one = ratio(one, other, prompts_of(6, 1)), ratio(one, other, prompts_of(1, 6))
+    system, other = drawn(6, 2, 0.1, 0)
+    by_task, of_one = ratio(system, other, prompts_of(6, 1)), ratio(system, other, prompts_of(1, 6))
     assert (by_task.low, by_task.high) == (of_one.low, of_one.high)
 
 
 def test_speed() -> None:
-    one, other = drawn(480, 2, 0.3, 0.05)
+    system, other = drawn(480, 2, 0.3, 0.05)
     prompts = prompts_of(6, 80)
     cells = [None, *([6 * row + task for row in range(80)] for task in range(6)), None]
     began = time.process_time()
     for _ in range(10):
         for places in cells:
-            ratio(one, other, prompts, places)
+            ratio(system, other, prompts, places)
     # a second is what ten systems may take on a quiet core
     assert time.process_time() - began < 4
 
@@ -203,7 +203,7 @@ def remedies(prompts: list[PromptReport], *drawing: Any, **more: Any) -> list[st
     found = [
         ratio(*drawn(len(prompts), *drawing, seed=seed, **more), prompts) for seed in range(10)
     ]
-    texts = [one.remedy for one in found if one.remedy is not None]
+    texts = [interval.remedy for interval in found if interval.remedy is not None]
     assert len(texts) > 5
     return texts
 
@@ -212,7 +212,7 @@ def share_conclusive(size: int, *drawing: Any) -> float:
     found = [
         ratio(*drawn(6 * size, *drawing, seed=seed), prompts_of(6, size)) for seed in range(10, 50)
     ]
-    return float(np.mean([one.is_conclusive for one in found]))
+    return float(np.mean([interval.is_conclusive for interval in found]))
 
 
 def test_more_prompts_where_prompts_differ() -> None:
@@ -257,24 +257,27 @@ def test_both_where_quiet_cores_do_not_suffice() -> None:
 
 
 def test_repeats_of_sampled_answers_need_no_quiet_cores() -> None:
-    one, other = drawn(24, 1.1, 0.01, 0.4, seed=1)
-    lengths_of_second = np.random.default_rng(1).permutation(one.num_tokens[1]).tolist()
+    system, other = drawn(24, 1.1, 0.01, 0.4, seed=1)
+    lengths_of_second = np.random.default_rng(1).permutation(system.num_tokens[1]).tolist()
     sampled = [
-        system.model_copy(
+        answered.model_copy(
             update={
-                "num_tokens": [system.num_tokens[0], lengths_of_second],
+                "num_tokens": [answered.num_tokens[0], lengths_of_second],
                 "seconds": [
-                    system.seconds[0],
+                    answered.seconds[0],
                     [
                         seconds * new / old
                         for seconds, new, old in zip(
-                            system.seconds[1], lengths_of_second, system.num_tokens[1], strict=True
+                            answered.seconds[1],
+                            lengths_of_second,
+                            answered.num_tokens[1],
+                            strict=True,
                         )
                     ],
                 ],
             }
         )
-        for system in (one, other)
+        for answered in (system, other)
     ]
     text = ratio(*sampled, prompts_of(6, 4)).remedy
     assert text is not None
@@ -288,8 +291,8 @@ def test_one_repeat_does_not_tell_noise() -> None:
 
 
 def test_a_single_question_has_no_interval() -> None:
-    one, other = drawn(2, 2, 0.1, 0.1)
-    found = ratio(one, other, prompts_of(1, 1, turns=2))
+    system, other = drawn(2, 2, 0.1, 0.1)
+    found = ratio(system, other, prompts_of(1, 1, turns=2))
     assert found.low == found.value == found.high
     assert found.remedy == (
         "a single question has no interval: answer two or more questions of each task"
@@ -300,8 +303,8 @@ def test_a_single_question_has_no_interval() -> None:
 def test_share_of_noise(between: float, noise: float) -> None:
     """Against the variances that answers were drawn with, of a speedup of many questions."""
     repeats = 3
-    one, other = drawn(2000, 2, between, noise, repeats)
-    totals = np.stack([one.num_tokens, one.seconds, other.num_tokens, other.seconds], axis=-1)
+    system, other = drawn(2000, 2, between, noise, repeats)
+    totals = np.stack([system.num_tokens, system.seconds, other.num_tokens, other.seconds], axis=-1)
     found = estimate(totals.sum(0), POWERS, ["task"] * 2000)
     share = noise_share(totals, range(repeats), found)
     expected = (2 * noise**2 / repeats) / (2 * noise**2 / repeats + between**2)

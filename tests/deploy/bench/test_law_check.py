@@ -195,5 +195,5 @@ def test_distributions_are_the_targets(chain: Chain) -> None:
     rows = warped_rows(verifier, SAMPLING, prompt, tokens)
     assert rows.shape == (6, 64)
     for place in range(6):
-        one = warped_rows(verifier, SAMPLING, [*prompt, *tokens[:place]], [0])
-        assert torch.allclose(rows[place], one[0], atol=1e-6)
+        alone = warped_rows(verifier, SAMPLING, [*prompt, *tokens[:place]], [0])
+        assert torch.allclose(rows[place], alone[0], atol=1e-6)

@@ -67,7 +67,7 @@ def test_report_shows_what_trimming_gains(
         "whole": {"accepted_length": 3.75},
     }
     markdown = (tmp_path / "chain" / "report" / "report.md").read_text()
-    part, whole = (f"{1e3 * one:.3f}" for one in seconds)
+    part, whole = (f"{1e3 * duration:.3f}" for duration in seconds)
     assert "## Draft vocabulary" in markdown
     assert f"| draft | 16 tokens | 87.5% | 3.50 | {part} |" in markdown
     assert f"| draft | all 64 | 100% | 3.75 | {whole} |" in markdown

@@ -221,9 +221,9 @@ class CountingModel:
 
 
 def llama(lookup: Any = None, drafter: Any = None) -> Any:
-    one: Any = object.__new__(Llama)
-    one.model, one.lookup, one.drafter, one.num_drafted = CountingModel(), lookup, drafter, 4
-    return one
+    peer: Any = object.__new__(Llama)
+    peer.model, peer.lookup, peer.drafter, peer.num_drafted = CountingModel(), lookup, drafter, 4
+    return peer
 
 
 @pytest.mark.parametrize("stop", [[], [5]])
@@ -324,14 +324,14 @@ def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_fails_is_said_and_the_others_go_on(chain: Any) -> None:
     said: list[str] = []
     with peer_systems(["openvino", "llama.cpp"], chain, PYTHON, said.append) as found:
-        assert [one.name for one in found.systems] == ["S good", "S goodint4"]
+        assert [system.name for system in found.systems] == ["S good", "S goodint4"]
         plain, packed = found.systems
         assert (plain.dtype, plain.notes) == ("bfloat16", ())
         assert packed.dtype == "int4"
         assert "4 bits" in packed.notes[0]
         assert plain.answer([4, 5], 8, Sampling()).token_ids == [5, 4]
-        processes = [one._process for one in (plain, packed)]  # type: ignore[attr-defined]
-    assert [one.returncode for one in processes] == [0, 0]
+        processes = [system._process for system in (plain, packed)]  # type: ignore[attr-defined]
+    assert [worker.returncode for worker in processes] == [0, 0]
     unread, bad, mute = found.missing
     assert unread.startswith("OpenVINO GenAI does not run: peer cannot read the target")
     assert bad.startswith("S bad does not run")
@@ -346,7 +346,7 @@ def test_what_samples_from_another_distribution_is_left_out(
     modes = [Mode("S lawful", "...", ("good",), ()), Mode("S", "...", ("good",), (), samples=False)]
     monkeypatch.setattr(systems, "_MODES", {"llama.cpp": lambda *_: modes})
     with peer_systems(["llama.cpp"], chain, PYTHON, print, is_greedy=False) as found:
-        assert [one.name for one in found.systems] == ["S lawful"]
+        assert [system.name for system in found.systems] == ["S lawful"]
     assert "another distribution" in found.missing[0]
     with peer_systems(["llama.cpp"], chain, PYTHON, print) as found:
         assert len(found.systems) == 2
@@ -358,7 +358,7 @@ def test_a_peer_without_room_in_memory_is_left_out(
     monkeypatch.setattr(systems, "available_bytes", lambda _: -1)
     with peer_systems(["llama.cpp"], chain, PYTHON, print) as found:
         assert not found.systems
-    assert all("bytes of memory" in one for one in found.missing)
+    assert all("bytes of memory" in reason for reason in found.missing)
 
 
 def test_a_chain_on_a_gpu_has_no_peers(chain: Any) -> None:

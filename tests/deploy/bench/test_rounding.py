@@ -119,7 +119,7 @@ def test_all_patterns_read_the_same_logits(
     others = texts()[1][1]
     expected = answer_logits(verifier, prompt, answer, ONE_ROW)
     assert expected.shape == (len(answer), 100)
-    more = [ReadPattern(*one) for one in ((17,), (40,), (24, 5), (8, 7), (40, 2))]
+    more = [ReadPattern(*sizes) for sizes in ((17,), (40,), (24, 5), (8, 7), (40, 2))]
     for pattern in (*PATTERNS, *more):
         found = answer_logits(verifier, prompt, answer, pattern)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -134,10 +134,10 @@ def test_changes_are_those_of_the_logits(dtype: torch.dtype) -> None:
     with kernels_that(rounds_otherwise):
         rounding = measured(verifier)
         for prompt, answer in texts():
-            one = answer_logits(verifier, prompt, answer, ONE_ROW)
+            single = answer_logits(verifier, prompt, answer, ONE_ROW)
             eight = answer_logits(verifier, prompt, answer, ReadPattern(8))
             # of all tokens, not of the leading ones alone
-            shifts = eight - one
+            shifts = eight - single
             largest = max(largest, float((shifts.amax(1) - shifts.amin(1)).max()))
     assert rounding.dtype == str(dtype).removeprefix("torch.")
     assert rounding.num_positions == 3 * 30
@@ -147,7 +147,7 @@ def test_changes_are_those_of_the_logits(dtype: torch.dtype) -> None:
     assert change is not None
     assert largest / 4 < change <= largest
     assert rounding.ways["1 row"].from_one_row == 0
-    assert rounding.tolerance == max(one.from_one_row or 0 for one in rounding.ways.values())
+    assert rounding.tolerance == max(way.from_one_row or 0 for way in rounding.ways.values())
     assert 0 < rounding.tolerance < rounding.usual * 2 * MAX_SOUND_RATIO
     assert 0 < rounding.close_share < 0.5
 
@@ -161,7 +161,7 @@ def test_rounding_shrinks_with_the_dtype() -> None:
     bfloat16, float16, float32 = found
     assert bfloat16.tolerance > 3 * float16.tolerance > 300 * float32.tolerance
     assert bfloat16.usual > 3 * float16.usual > 300 * float32.usual > 0
-    assert all(one.unsound == [] for one in found)
+    assert all(rounding.unsound == [] for rounding in found)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -169,8 +169,8 @@ def test_a_perturbed_prompt_moves_logits_by_their_rounding(dtype: torch.dtype) -
     verifier, exact = on_host(dtype), on_host(torch.float32)
     prompt, answer = texts()[2]
     right, perturbed, again, wide = (
-        logits(one, prompt, answer, ReadPattern(len(answer)))
-        for one, logits in (
+        logits(model, prompt, answer, ReadPattern(len(answer)))
+        for model, logits in (
             (verifier, answer_logits),
             (verifier, perturbed_logits),
             (verifier, perturbed_logits),
@@ -208,7 +208,7 @@ def test_a_fault_over_some_row_counts_excuses_nothing() -> None:
     # blocks are padded to 8 and 12 rows, trees stay at 6
     assert rounding.unsound == [str(pattern) for pattern in PATTERNS[2:]]
     assert rounding.tolerance == rounding.ways[str(PATTERNS[1])].from_one_row
-    wrong = max(one.from_one_row or 0 for one in rounding.ways.values())
+    wrong = max(way.from_one_row or 0 for way in rounding.ways.values())
     assert wrong > 3 * right.tolerance, "it would have excused more than rounding does"
 
 
@@ -223,8 +223,8 @@ def test_a_sound_pattern_still_sets_the_tolerance_despite_a_fault() -> None:
     with kernels_that(lose):
         rounding = measured(verifier)
     assert rounding.unsound == ["blocks of 9 rows"]
-    sound = [one for name, one in right.ways.items() if name != "blocks of 9 rows"]
-    assert rounding.tolerance == max(one.from_one_row or 0 for one in sound) > 0
+    sound = [way for name, way in right.ways.items() if name != "blocks of 9 rows"]
+    assert rounding.tolerance == max(way.from_one_row or 0 for way in sound) > 0
 
 
 def test_where_the_target_alone_is_wrong_nothing_is_excused() -> None:
@@ -302,7 +302,9 @@ def test_outputs_diverge_at_a_near_tie_or_for_another_reason() -> None:
     for count, (other, gap) in enumerate(zip(ordered[1:], gaps, strict=True), 1):
         assert gap_at_divergence(verifier, GREEDY, prompt, best, [*answer, other, 7]) == gap
         comparer.count(GREEDY, prompt, best, [*answer, other, 7])
-        assert comparer.agreement().near_ties == sum(one < tolerance for one in gaps[:count])
+        assert comparer.agreement().near_ties == sum(
+            distance < tolerance for distance in gaps[:count]
+        )
     agreement = comparer.agreement()
     assert 0 < agreement.near_ties < len(gaps)
     assert agreement.widest_near_tie == max(gap for gap in gaps if gap < tolerance)

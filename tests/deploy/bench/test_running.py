@@ -77,7 +77,7 @@ def test_report_counts_what_was_run(benched: tuple[Path, Report]) -> None:
     assert (report.answered, report.planned) == (8, 8)
     assert report.settings["num_prompts"] == 4  # two turns and two questions
     assert report.settings["num_questions_left_out_as_too_long"] == 1
-    assert [(one.question_id, one.turn) for one in report.prompts] == [
+    assert [(prompt.question_id, prompt.turn) for prompt in report.prompts] == [
         *(("1", 1), ("1", 2), ("2", 1), ("3", 1))
     ]
     systems = report.systems
@@ -111,7 +111,7 @@ def test_each_answer_is_a_row(benched: tuple[Path, Report]) -> None:
     assert len(rows) == 4 * 2 * len(report.systems)
     for row in rows:
         assert row["token_ids"]
-        assert row["text"].split() == [f"w{one}" for one in row["token_ids"] if one < 62]
+        assert row["text"].split() == [f"w{token}" for token in row["token_ids"] if token < 62]
         for lengths in row["accepted_lengths"].values():
             assert sum(lengths) >= len(row["token_ids"]) - 1
     first, *_ = (row for row in rows if row["system"] == "polybasic_full")
@@ -192,7 +192,7 @@ def test_an_inserted_member_is_judged_by_measured_values(benched: tuple[Path, Re
     assert found.left == pytest.approx(cost.seconds / cost.passes / found.above_seconds)
     saved = 1 / found.accepted - 1 / found.accepted_above_new
     assert found.right == pytest.approx(found.accepted_new * saved)
-    rates = [one.totals.decode_tokens_per_second for one in (after, before)]
+    rates = [system.totals.decode_tokens_per_second for system in (after, before)]
     assert found.speedup.value == pytest.approx(rates[0] / rates[1])
 
 
@@ -358,8 +358,8 @@ def test_native_kernels_round_alike_in_blocks_of_any_size(tiny_chain: Path) -> N
         assert torch.equal(answer_logits(verifier, prompt, answer, pattern), one_by_one)
     best, second = one_by_one[-1].topk(2).indices.tolist()
     sampler = GreedySampler(Sampling(), len(prompt))
-    one, other = [*answer[:-1], best, 3], [*answer[:-1], second, 4]
-    gap = gap_at_divergence(verifier, sampler, prompt, one, other)
+    tokens, other = [*answer[:-1], best, 3], [*answer[:-1], second, 4]
+    gap = gap_at_divergence(verifier, sampler, prompt, tokens, other)
     assert gap == float(one_by_one[-1, best] - one_by_one[-1, second])
 
 

@@ -183,7 +183,7 @@ def dflash_case(target: Executor, folder: Path, target_folder: Path, name: str) 
     file = read_config(folder)
     config = file.head
     plain = PlainDFlash(
-        {name: one.float() for name, one in load_file(folder / "model.safetensors").items()},
+        {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()},
         target.weights.embedding,
         load_tensors(target_folder)["lm_head.weight"].float()[token_ids],
         config.head_dim,
@@ -208,7 +208,9 @@ def peagle_case(target: Executor, folder: Path, target_folder: Path, name: str) 
     write_peagle(folder, target_folder, trimmed_to)
     file = read_config(folder)
     config = file.head
-    weights = {name: one.float() for name, one in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     plain = PlainPEagle(
         weights,
         weights["embed_tokens.weight"],

@@ -47,7 +47,7 @@ def test_continuations_are_those_of_a_search(
     history = History(capacity)
     for sequence in sequences:
         history.add(sequence)
-    held = [token for one in sequences for token in (*one, -1)]
+    held = [token for sequence in sequences for token in (*sequence, -1)]
     kept = held[-capacity:]
     assert len(history) == len(kept)
     found = history.drafted(tokens, 4, 64)

@@ -358,5 +358,5 @@ def test_rows_of_a_block_see_what_their_layer_shows(
         found.append(drafter.candidates(tokens, 1).scores)
         expected = case.log_probabilities(states, tokens, []).topk(4).values
         torch.testing.assert_close(found[-1], expected, rtol=1e-5, atol=1e-5)
-    for one, other in combinations(found, 2):
-        assert not torch.allclose(one, other, rtol=1e-3, atol=1e-3)
+    for drafted, other in combinations(found, 2):
+        assert not torch.allclose(drafted, other, rtol=1e-3, atol=1e-3)

@@ -49,7 +49,9 @@ def test_graphs_of_a_default_temperature_serve_other_seeds_and_temperatures(
     tiny_chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "read_default_sampling", lambda target: Sampling(temperature=1.0))
-    captured, plain = (load_chain(tiny_chain, dtype="float32", graphs=one) for one in (True, False))
+    captured, plain = (
+        load_chain(tiny_chain, dtype="float32", graphs=is_captured) for is_captured in (True, False)
+    )
     counts = captured.engine.graphs.counts
     at_load, seen = counts.captures, set()
     for seed in (4, 2**64 - 1):

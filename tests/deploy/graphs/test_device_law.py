@@ -128,8 +128,8 @@ def places(
         share = uniform.random(len(tokens))
         for kept, key in zip(by_order, (own, own / (below + 1e-9)), strict=True):
             kept.append(place(own, np.argsort(-key, axis=-1, kind="stable"), tokens, share))
-    one, other = (np.concatenate(kept) for kept in by_order)
-    return (one, other), num_impossible
+    first, second = (np.concatenate(kept) for kept in by_order)
+    return (first, second), num_impossible
 
 
 def place(probabilities: Any, order: Any, tokens: list[int], share: Any) -> Any:
@@ -177,7 +177,7 @@ def test_power() -> None:
     even = numbers.random((num, NUM_TOKENS))
     uneven = numbers.random((num, NUM_TOKENS)) / 2
     uneven += 0.5 * (numbers.random((num, NUM_TOKENS)) > 0.5 + DETECTED_DISTANCE)
-    assert np.mean([p_value((one, one)) < 0.02 for one in even]) < 0.02
+    assert np.mean([p_value((row, row)) < 0.02 for row in even]) < 0.02
     rejected = [p_value(both) < SIGNIFICANCE for both in zip(even, uneven, strict=True)]
     assert np.mean(rejected) >= 0.99
 

@@ -83,9 +83,9 @@ def engine(sequences: int | None = None) -> Engine:
     return Engine(Models(decoders, heads, drafts_for, CONTEXT_TOKENS), sequences=sequences)
 
 
-def answer(one: Engine, plan: Plan, sampling: Sampling, **changed: Any) -> list[int]:
+def answer(runner: Engine, plan: Plan, sampling: Sampling, **changed: Any) -> list[int]:
     request = replace(Request(PROMPT, NUM_TOKENS, sampling, (), plan), **changed)
-    return [token for batch in one.run(request) for token in batch]
+    return [token for batch in runner.run(request) for token in batch]
 
 
 @pytest.fixture
@@ -167,8 +167,8 @@ def test_drafts_follow_the_noise_as_the_hosts(
 ) -> None:
     monkeypatch.setattr(HostStage, "start", Stage.start)  # a device's rounds draw the first token
 
-    def accepted(one: Engine) -> list[int]:
-        found = one.run(Request(PROMPT, NUM_TOKENS, RANDOM, (), PLANS[name]))
+    def accepted(runner: Engine) -> list[int]:
+        found = runner.run(Request(PROMPT, NUM_TOKENS, RANDOM, (), PLANS[name]))
         assert sum(map(len, found)) == NUM_TOKENS
         # the last rounds of the host draft no deeper than the answer goes on
         return found.statistics.accepted_lengths["target"][: -TREE.depth]
@@ -221,8 +221,8 @@ def test_short_and_long_prompts(host: Engine, device: Engine) -> None:
     for prompt in ([3], [3, 1], [token % VOCAB_SIZE for token in range(80)]):
         models = [host, device]
         first, second = (
-            answer(one, PLANS["three"], GREEDY, token_ids=prompt, max_new_tokens=6)
-            for one in models
+            answer(runner, PLANS["three"], GREEDY, token_ids=prompt, max_new_tokens=6)
+            for runner in models
         )
         assert first == second
 
@@ -232,7 +232,7 @@ def test_seeds_reproduce(device: Engine, name: str) -> None:
     answers = [answer(device, PLANS[name], replace(RANDOM, seed=seed)) for seed in range(3)]
     again = [answer(device, PLANS[name], replace(RANDOM, seed=seed)) for seed in range(3)]
     assert answers == again
-    assert len({tuple(one) for one in answers}) > 1
+    assert len({tuple(tokens) for tokens in answers}) > 1
 
 
 def test_penalties_are_drawn_by_the_host(device: Engine, host: Engine) -> None:
@@ -271,8 +271,8 @@ def test_blocks_on_the_device_are_the_hosts(
 ) -> None:
     monkeypatch.setattr(HostStage, "start", Stage.start)  # a device's rounds draw the first token
     found = []
-    for one in (host, device):
-        running = one.run(Request(PROMPT, NUM_TOKENS, sampling, (), PLANS[plan]))
+    for runner in (host, device):
+        running = runner.run(Request(PROMPT, NUM_TOKENS, sampling, (), PLANS[plan]))
         assert sum(map(len, running)) == NUM_TOKENS
         found.append(running.statistics.accepted_lengths["target"])
     # the last rounds of the host draft no deeper than the answer goes on
@@ -282,9 +282,9 @@ def test_blocks_on_the_device_are_the_hosts(
 
 
 def test_trees_on_the_device_have_one_size(host: Engine, device: Engine) -> None:
-    def levels_a_round(one: Engine, name: str) -> float:
+    def levels_a_round(runner: Engine, name: str) -> float:
         request = Request(PROMPT, NUM_TOKENS, GREEDY, (), PLANS[name])
-        running = one.run(request)
+        running = runner.run(request)
         assert sum(map(len, running)) == NUM_TOKENS
         passes = running.statistics.forward_passes
         return passes["head"] / passes["target"]
@@ -338,12 +338,12 @@ def test_answers_go_on_where_one_was_given_up_between_two_passes(name: str, devi
     whole = answer(device, PLANS[name], GREEDY, max_new_tokens=num_tokens)
     device.slots.reuses = True
     for num_passes in range(2, 8):
-        one = device.begin(request, runs_ahead=True)
+        answering = device.begin(request, runs_ahead=True)
         for _ in range(num_passes):
             device.step()
-        assert not one.is_over
-        gained = [token for piece in one.take() for token in piece.token_ids]
-        one.close()
+        assert not answering.is_over
+        gained = [token for piece in answering.take() for token in piece.token_ids]
+        answering.close()
         assert gained == whole[: len(gained)]
         left = num_tokens - len(gained)
         stream = device.run(replace(request, token_ids=[*PROMPT, *gained], max_new_tokens=left))

@@ -53,8 +53,8 @@ class Attention:
         return answers
 
 
-def assert_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> None:
-    for left, right in zip(one, other, strict=True):
+def assert_same(found: list[list[Tensor]], other: list[list[Tensor]]) -> None:
+    for left, right in zip(found, other, strict=True):
         for a, b in zip(left, right, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 

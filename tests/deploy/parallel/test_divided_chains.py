@@ -120,11 +120,13 @@ def test_other_parts_and_kernels(
 
 def test_several_answers_at_a_time(pair: Chain, whole: Chain) -> None:
     prompts = [PROMPT, [3, 1], PROMPT[:6]]
-    expected = [whole.generate(one, max_new_tokens=NUM_TOKENS).token_ids for one in prompts]
-    streams = [pair.begin(one, max_new_tokens=NUM_TOKENS) for one in prompts]
+    expected = [whole.generate(prompt, max_new_tokens=NUM_TOKENS).token_ids for prompt in prompts]
+    streams = [pair.begin(prompt, max_new_tokens=NUM_TOKENS) for prompt in prompts]
     while pair.step():
         pass
-    assert [[id for piece in one.take() for id in piece.token_ids] for one in streams] == expected
+    assert [
+        [id for piece in stream.take() for id in piece.token_ids] for stream in streams
+    ] == expected
 
 
 def test_states_hold_what_a_head_reads_of_layers(pair: Chain, whole: Chain) -> None:

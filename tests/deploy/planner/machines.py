@@ -96,8 +96,8 @@ def make_measurements(
         verifying=names,
         drafters=drafters,
         passes={
-            name: PassCosts(rows, tuple(1e-3 * one * (0.9 + 0.1 * r) for r in rows))
-            for name, one in cost.items()
+            name: PassCosts(rows, tuple(1e-3 * milliseconds * (0.9 + 0.1 * r) for r in rows))
+            for name, milliseconds in cost.items()
         },
         drafts={
             name: DraftCosts(dict.fromkeys((2, 4), (1e-3 * draft_seconds,) * 2))

@@ -67,9 +67,9 @@ def test_what_is_likely_to_take_too_long_is_not_begun() -> None:
 
 
 def test_a_cut_answer_could_not_have_been_longer() -> None:
-    one = CalibrationPrompt("qa", [1], [2, 3, 4, 5], max_tokens=9)
-    assert one.cut(4) is one
-    assert one.cut(3) == CalibrationPrompt("qa", [1], [2, 3, 4], max_tokens=3)
+    prompt = CalibrationPrompt("qa", [1], [2, 3, 4, 5], max_tokens=9)
+    assert prompt.cut(4) is prompt
+    assert prompt.cut(3) == CalibrationPrompt("qa", [1], [2, 3, 4], max_tokens=3)
 
 
 GRID = PlanGrid(
@@ -137,9 +137,9 @@ def test_every_rule_has_a_cost_of_the_target_alone(
     chain = load_chain(tiny_chain, dtype="float32")
     sampled = settings.model_copy(update={"temperature": 1.0})
     planning = plan_loaded(chain, sampled, lambda line: None, Clock(60.0))
-    assert [set(one.passes) for one in planning.measurements] == [{"target"}, {"target"}]
+    assert [set(figures.passes) for figures in planning.measurements] == [{"target"}, {"target"}]
     assert planning.measured.plan.members == ("target",)
-    assert {one["rule"] for one in planning.measured.explanation["rules"]} == {
+    assert {rule["rule"] for rule in planning.measured.explanation["rules"]} == {
         "coupled", "block", "token",
     }  # fmt: skip
     assert planning.measured.explanation["budget"]["is_rough"]
@@ -173,8 +173,8 @@ def close_race(seconds: dict[str, float]) -> Measured:
     costs = RoundCosts()
     for rows in (1, 4):
         costs.trees["target", rows] += [9.0 + rows] * 5
-    for name, one in seconds.items():
-        costs.levels[name, 1, 2] += [one] * 5
+    for name, duration in seconds.items():
+        costs.levels[name, 1, 2] += [duration] * 5
     measurements = make_measurements(
         replace(trace, ranks=ranks), drafters=dict.fromkeys(seconds, ("target",))
     )
@@ -285,11 +285,11 @@ def test_members_that_were_not_timed_do_not_run() -> None:
     agrees = [1.0] * 20
     measurements = make_measurements(make_trace({"a": agrees, "b": agrees}, {"a": [1] * 20}))
     with_b = choose_plan([measurements], GRID)
-    assert any("b" in one.names for one in with_b.by_members)
+    assert any("b" in candidate.names for candidate in with_b.by_members)
     passes = {"a": measurements.passes["a"]}
     untimed = replace(measurements, passes=passes, block_overhead_seconds={"a": 0.0})
     choice = choose_plan([untimed], GRID)
-    assert all("b" not in one.names for one in choice.by_members)
+    assert all("b" not in candidate.names for candidate in choice.by_members)
     assert "leave b out: nothing of it was measured" in decide(choice, untimed)
     assert explain(choice, untimed)["budget"] is None
 

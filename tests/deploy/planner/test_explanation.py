@@ -30,13 +30,15 @@ def test_an_explanation_adds_up(seed: int) -> None:
     assert lemma["simulated_seconds_per_token"] == choice.best.seconds_per_token
     parts = [term["seconds_per_token"] for term in lemma["terms"]]
     assert sum(parts) == pytest.approx(lemma["seconds_per_token"])
-    for one in explanation["accepted_length"]:
-        assert 1 <= one["mean"] <= one["max_tokens"]
+    for entry in explanation["accepted_length"]:
+        assert 1 <= entry["mean"] <= entry["max_tokens"]
     assert len(explanation["insertions"]) == 2
-    for one in explanation["insertions"]:
-        assert one["pays"] is (one["seconds_per_token_with"] < one["seconds_per_token_without"])
+    for insertion in explanation["insertions"]:
+        assert insertion["pays"] is (
+            insertion["seconds_per_token_with"] < insertion["seconds_per_token_without"]
+        )
     # What is in the plan was found to pay, and what is not was found not to.
-    kept = {one["inserted"] for one in explanation["insertions"] if one["pays"]}
+    kept = {insertion["inserted"] for insertion in explanation["insertions"] if insertion["pays"]}
     if len(choice.best.names) == 4:
         assert kept == {"b", "c"}
 
@@ -47,15 +49,15 @@ def test_theorem_3_2_by_hand() -> None:
     )
     choice = choose_plan([measured], SMALL_GRID)
     without, inserted = choice.best_without("intermediate").predicted, choice.best.predicted
-    (one,) = explain(choice, measured)["insertions"]
+    (insertion,) = explain(choice, measured)["insertions"]
     seconds = inserted.seconds_by_member["intermediate"] / inserted.passes["intermediate"]
     left = seconds * without.passes["target"] / without.seconds_by_member["target"]
     spared = without.passes["target"] - inserted.passes["target"]
-    assert one["fewer_passes_above"]["left"] == pytest.approx(left)
-    assert one["fewer_passes_above"]["right"] == pytest.approx(
+    assert insertion["fewer_passes_above"]["left"] == pytest.approx(left)
+    assert insertion["fewer_passes_above"]["right"] == pytest.approx(
         spared / inserted.passes["intermediate"]
     )
-    assert one["drafts_per_round"] == pytest.approx(
+    assert insertion["drafts_per_round"] == pytest.approx(
         without.passes["draft"] / without.passes["target"]
     )
 
@@ -77,8 +79,8 @@ def test_everything_is_shown(seed: int, width: int) -> None:
         assert any(line and reason.startswith(line) for line in lines), "a line for each"
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
-    for one in explanation["by_members"]:
-        assert f"{1e3 * one['seconds_per_token']:.3f}" in text
+    for entry in explanation["by_members"]:
+        assert f"{1e3 * entry['seconds_per_token']:.3f}" in text
     for title in ("Lemma 3.1", "Theorem 3.2", "Milliseconds a pass", "Best plan of each set"):
         assert title in text
 

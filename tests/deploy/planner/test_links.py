@@ -67,9 +67,11 @@ def test_each_pass_of_the_target_goes_over_the_link() -> None:
     # Blocks of y1 y2 and, after y3 of a's own, y4 (y5 is a's), then y6 alone remains.
     here = agreeing(1, 1, 1, 0, 1, 1)
     link = Link(100.0, 4.0)
-    without, over = (simulate(PLAN, one) for one in (here, replace(here, link=link)))
+    without, over = (
+        simulate(PLAN, measurements) for measurements in (here, replace(here, link=link))
+    )
     rows = [3, 3, 2]
-    ways = [100 + (verify_bytes(one) + answer_bytes()) / 4 for one in rows]
+    ways = [100 + (verify_bytes(num_rows) + answer_bytes()) / 4 for num_rows in rows]
     assert without.passes["a"] == over.passes["a"] == len(rows) / 6
     assert over.link_seconds == pytest.approx(sum(ways) / 6)
     assert over.seconds_per_token == pytest.approx(without.seconds_per_token + sum(ways) / 6)
@@ -140,9 +142,9 @@ def test_a_slow_link_wants_long_blocks() -> None:
 def test_plans_that_cannot_run_over_a_link_are_left_out() -> None:
     here = machines.make_measurements(0, {"a": 2.0, "b": 1.0}, {"b": 0.9}, ngram=0.2)
     grid = PlanGrid(ngram_matches=(2,))
-    names = {str(one) for one in member_sets(replace(here, link=Link.of("5ms")), grid)}
+    names = {str(members) for members in member_sets(replace(here, link=Link.of("5ms")), grid)}
     left_out = {"a → draft", "a → draft + n-grams"}
-    assert {str(one) for one in member_sets(here, grid)} - names == left_out
+    assert {str(members) for members in member_sets(here, grid)} - names == left_out
     assert names >= {"a", "a + n-grams", "a → b", "a → b → draft + n-grams"}
     assert rules_to_compare(PlanSettings(link="5ms", temperature=1)) == (("coupled",),)
     assert len(rules_to_compare(PlanSettings(temperature=1))) == 2
@@ -173,7 +175,7 @@ def test_a_chain_keeps_the_plans_of_links_beside_that_of_the_machine(tiny_chain:
     for place, link in enumerate(links):
         record_plan(tiny_chain, MeasuredPlan(**given, seconds_per_token=place + 1, link=link))
     manifest = read_manifest(tiny_chain)
-    assert [(one.link, one.seconds_per_token) for one in manifest.plans] == [
+    assert [(measured.link, measured.seconds_per_token) for measured in manifest.plans] == [
         *((None, 1), ("80ms", 3), ("20ms", 4)),
     ]
     (chosen,) = manifest.plans_for("here", "float32").plans

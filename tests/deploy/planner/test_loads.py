@@ -68,7 +68,7 @@ def measured_on(machine: Machine) -> Measured:
     measurements = make_measurements(
         replace(make_trace({"target": [1.0] * num}), ranks={("draft", "target"): {4: ranks}}),
         drafters={"draft": ("target",)},
-        passes={"target": PassCosts(rows, tuple(machine(1, one)[0] for one in rows))},
+        passes={"target": PassCosts(rows, tuple(machine(1, num_rows)[0] for num_rows in rows))},
         drafts={"draft": DraftCosts({4: (level, level)})},
     )
     answered = [CalibrationPrompt("qa", [1, 2], [3, 4], 2)]
@@ -116,22 +116,22 @@ def rows_of(plan: Plan) -> int:
 
 def test_trees_get_narrower_and_drafts_end_as_the_load_grows() -> None:
     found = found_by(Timer(reads_weights))
-    assert {one.sequences: rows_of(one.best.plan) for one in found} == {
+    assert {load.sequences: rows_of(load.best.plan) for load in found} == {
         1: 8, 2: 2, 4: 2, 8: 2, 16: 1,
     }  # fmt: skip
-    seconds = [one.best.seconds_per_token for one in found]
+    seconds = [load.best.seconds_per_token for load in found]
     assert seconds == pytest.approx([8.8, 5.6, 3.6, 2.6, 2.0], rel=0.01)
-    alone = [one.choice.alone.seconds_per_token for one in found]
+    alone = [load.choice.alone.seconds_per_token for load in found]
     assert alone == pytest.approx([17.0, 9.0, 5.0, 3.0, 2.0], rel=0.01)
-    of_one = [one.plan_of_one.seconds_per_token for one in found]
+    of_one = [load.plan_of_one.seconds_per_token for load in found]
     assert of_one == pytest.approx([8.8, 6.1, 4.8, 4.1, 3.8], rel=0.02)
-    assert all(one.planned().plan == one.best.plan for one in found)
+    assert all(load.planned().plan == load.best.plan for load in found)
 
 
 def test_a_load_that_changes_no_cost_changes_no_plan() -> None:
     found = found_by(Timer(reads_rows_for_nothing))
-    assert [one.sequences for one in found] == list(LOADS)
-    assert {one.best.plan.model_dump_json() for one in found} == {
+    assert [load.sequences for load in found] == list(LOADS)
+    assert {load.best.plan.model_dump_json() for load in found} == {
         found[0].best.plan.model_dump_json()
     }
     assert rows_of(found[0].best.plan) == 8
@@ -154,7 +154,9 @@ def test_a_first_timing_that_was_lucky_is_found_out() -> None:
             if rows_of(plan) == 2:
                 is_first = len(seconds) == MIN_SAMPLES
                 seconds[:] = (
-                    [0.9 * one for one in seconds] if is_first else seconds + 20 * seconds[-1:]
+                    [0.9 * duration for duration in seconds]
+                    if is_first
+                    else seconds + 20 * seconds[-1:]
                 )
 
     timer = LuckyTimer(reads_weights)
@@ -174,7 +176,7 @@ def test_large_loads_are_left_out_where_there_is_no_time_or_no_room() -> None:
     timer = SlowTimer(reads_weights)
     budget = Budget(100.0, lambda: timer.now)
     found = found_by(timer, (*LOADS, 2000), budget)
-    assert [one.sequences for one in found] == [1, 2, 4]
+    assert [load.sequences for load in found] == [1, 2, 4]
     assert budget.left_out == [
         "plans for 8 sequences",
         "plans for 16 sequences",
@@ -202,8 +204,8 @@ def test_independent_draws_are_for_one_sequence_alone() -> None:
     found = choose_by_load(
         measured, choice, (1, 16), Timer(reads_weights), Budget(math.inf), lambda line: None
     )
-    assert {one.best.plan.rule for one in found} == {"coupled"}
-    assert [rows_of(one.best.plan) for one in found] == [8, 1]
+    assert {load.best.plan.rule for load in found} == {"coupled"}
+    assert [rows_of(load.best.plan) for load in found] == [8, 1]
 
 
 def test_sequences_change_their_plan_only_for_a_clearly_faster_one() -> None:
@@ -223,9 +225,9 @@ def test_plans_by_load_are_shown_in_eighty_columns() -> None:
     explanation = explain(
         choice, measured.measurements[0], None, loads_compared(found_by(Timer(reads_weights)))
     )
-    for one in explanation["loads"]:
+    for row in explanation["loads"]:
         for key in ("seconds_per_token", "seconds_of_target_alone", "seconds_of_plan_of_one"):
-            one[key] /= 1000
+            row[key] /= 1000
     console = Console(width=80, record=True)
     print_explanation(json.loads(json.dumps(explanation)), console)
     _, _, table = console.export_text().partition("Best plan by number of sequences")
@@ -262,23 +264,25 @@ def test_a_chain_gets_plans_by_load(tiny_chain: Path, tmp_path: Path) -> None:
     )
     lines: list[str] = []
     planned = plan_chain(tiny_chain, settings, lines.append).measured
-    assert [one.sequences for one in planned.by_load] == [1, 2, 3], "of 99 there is no room"
-    assert all(one.plan.rule == "coupled" for one in planned.by_load)
+    assert [planned_load.sequences for planned_load in planned.by_load] == [1, 2, 3], (
+        "of 99 there is no room"
+    )
+    assert all(planned_load.plan.rule == "coupled" for planned_load in planned.by_load)
     assert "plan: rounds of 3 sequences at a time" in lines
     assert "left out: plans for 99 sequences, for which there is no room" in lines[-1]
     assert read_manifest(tiny_chain).plans == (planned,)
     chain = load_chain(tiny_chain, dtype="float32")
     texts = [
         chain.generate("w1 w2", max_new_tokens=20, plan=plan, temperature=1.0, seed=3).text
-        for plan in (chain.plan, *(one.plan for one in planned.by_load))
+        for plan in (chain.plan, *(planned_load.plan for planned_load in planned.by_load))
         if plan.rule == "coupled"
     ]
     assert len(set(texts)) == 1
     shown = planned.explanation["loads"]
-    assert [one["sequences"] for one in shown] == [1, 2, 3]
-    for one in shown:
-        assert one["seconds_per_token"] <= 1.01 * one["seconds_of_target_alone"]
-        assert one["seconds_per_token"] <= 1.01 * one["seconds_of_plan_of_one"]
+    assert [row["sequences"] for row in shown] == [1, 2, 3]
+    for row in shown:
+        assert row["seconds_per_token"] <= 1.01 * row["seconds_of_target_alone"]
+        assert row["seconds_per_token"] <= 1.01 * row["seconds_of_plan_of_one"]
 
 
 def test_each_of_the_sequences_bears_its_share(

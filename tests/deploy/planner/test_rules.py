@@ -23,7 +23,7 @@ def by_rules(cost: float = 1.0) -> list[Measurements]:
     """
     names = {"a": 4.0, "b": 2.0}
     greedy = make_measurements(
-        0, {name: cost * one for name, one in names.items()}, {"b": 0.9}, hit=0.9
+        0, {name: cost * milliseconds for name, milliseconds in names.items()}, {"b": 0.9}, hit=0.9
     )
     independent = make_measurements(0, names, {"b": 0.9}, hit=0.5, temperature=1.0)
     return [replace(greedy, temperature=1.0), independent]
@@ -34,14 +34,18 @@ def test_the_rule_is_that_of_the_fastest_plan(cost: float, rule: str) -> None:
     measurements = by_rules(cost)
     choice = choose_plan(measurements, SMALL_GRID)
     assert choice.rule == rule
-    assert {one.plan.rule for one in choice.by_members} == {rule}
-    assert {one.plan.rule for one in choice.other_rules} == {"coupled", "block", "token"} - {rule}
-    alone = [choose_plan([one], SMALL_GRID) for one in measurements]
-    assert choice.best == next(one for one in alone if one.rule == rule).best
-    assert choice.num_simulated == sum(one.num_simulated for one in alone)
-    seconds = [one.seconds_per_token for one in choice.other_rules]
+    assert {candidate.plan.rule for candidate in choice.by_members} == {rule}
+    assert {candidate.plan.rule for candidate in choice.other_rules} == {
+        "coupled",
+        "block",
+        "token",
+    } - {rule}
+    alone = [choose_plan([measured], SMALL_GRID) for measured in measurements]
+    assert choice.best == next(single for single in alone if single.rule == rule).best
+    assert choice.num_simulated == sum(single.num_simulated for single in alone)
+    seconds = [candidate.seconds_per_token for candidate in choice.other_rules]
     assert seconds == sorted(seconds)
-    best = {one.plan.rule: one for one in (choice.best, *choice.other_rules)}
+    best = {candidate.plan.rule: candidate for candidate in (choice.best, *choice.other_rules)}
     assert best["token"].seconds_per_token >= best["block"].seconds_per_token
     explanation = explain(choice, choice.best.measurements)
     assert explanation["rules"][0]["rule"] == rule
@@ -53,17 +57,17 @@ def test_the_rule_is_that_of_the_fastest_plan(cost: float, rule: str) -> None:
     print_explanation(explanation, console)
     text = console.export_text()
     assert "Best plan of each rule" in text
-    for one in best.values():
-        assert f"{1e3 * one.seconds_per_token:.3f}" in text
+    for candidate in best.values():
+        assert f"{1e3 * candidate.seconds_per_token:.3f}" in text
 
 
 @pytest.mark.parametrize(("cost", "rule"), [(1.009, "coupled"), (1.012, "block")])
 def test_a_rule_that_saves_next_to_nothing_gives_way(cost: float, rule: str) -> None:
     """Of two that are as good, the one under which a seed means a text is taken."""
     grid = PlanGrid(depths=(2,), top_ks=(2,), rows=(4,), flush_lengths=(2,), ngram_matches=())
-    measurements = [replace(one, drafters={}) for one in by_rules(cost)]
-    for one in measurements:
-        one.passes.pop("b")
+    measurements = [replace(measured, drafters={}) for measured in by_rules(cost)]
+    for measured in measurements:
+        measured.passes.pop("b")
     choice = choose_plan(measurements, grid)
     assert choice.rule == rule
     says = "which saves less than 1% of the time" in decide(choice, choice.best.measurements)

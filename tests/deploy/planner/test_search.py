@@ -50,14 +50,14 @@ def test_every_set_that_can_run_is_tried() -> None:
     )
     found = member_sets(measured, GRID)
     assert len(found) == len(set(found))
-    without = {"->".join(one.names) for one in found if not one.has_ngram}
+    without = {"->".join(members.names) for members in found if not members.has_ngram}
     assert without == {
         *("a", "a->head", "a->small"),
         *("a->b", "a->b->head", "a->b->small"),
         *("a->c", "a->c->small"),
         *("a->b->c", "a->b->c->small"),
     }
-    assert {"->".join(one.names) for one in found if one.has_ngram} == without
+    assert {"->".join(members.names) for members in found if members.has_ngram} == without
     assert str(MemberSet(("a", "head"), True)) == "a → head + n-grams"
 
 
@@ -76,9 +76,9 @@ def test_only_what_was_measured_is_planned() -> None:
         depths=(2, 60), top_ks=(3, 4), rows=(4,), flush_lengths=(2,), ngram_matches=(2,)
     )
     measured = make_measurements(0, {"a": 1}, {}, num_traces=1)
-    trees = {(one.tree.depth, one.tree.top_k) for one in candidate_plans(measured, grid)}
+    trees = {(plan.tree.depth, plan.tree.top_k) for plan in candidate_plans(measured, grid)}
     assert trees == {(1, 1), (2, 4)}
-    assert not any(one.ngram for one in candidate_plans(measured, grid))
+    assert not any(plan.ngram for plan in candidate_plans(measured, grid))
     with pytest.raises(UserError, match="nothing to plan from"):
         choose_plan([make_measurements(0, {"a": 1}, {}, num_traces=0)], grid)
 
@@ -111,14 +111,16 @@ def test_the_search_finds_the_best_of_all_plans(seed: int) -> None:
     measured = random_measurements(seed)
     best, num_plans = exhaustive(measured)
     choice = choose_plan([measured], SEARCH_GRID, num_draws=2)
-    assert {one.names for one in choice.by_members} == set(best)
-    for one in choice.by_members:
-        assert one.seconds_per_token <= 1.01 * best[one.names]
+    assert {candidate.names for candidate in choice.by_members} == set(best)
+    for candidate in choice.by_members:
+        assert candidate.seconds_per_token <= 1.01 * best[candidate.names]
     assert choice.best.seconds_per_token <= 1.01 / 0.99 * min(best.values())
     assert choice.num_simulated < 0.5 * num_plans
-    seconds = [one.seconds_per_token for one in choice.by_members]
+    seconds = [candidate.seconds_per_token for candidate in choice.by_members]
     assert seconds == sorted(seconds)
-    assert choice.runner_up is next(one for one in choice.by_members if one is not choice.best)
+    assert choice.runner_up is next(
+        candidate for candidate in choice.by_members if candidate is not choice.best
+    )
 
 
 @pytest.mark.parametrize(("gain", "leaves_out"), [(0.009, True), (0.012, False)])
@@ -146,7 +148,10 @@ def test_a_search_that_does_not_climb_is_noticed(monkeypatch: pytest.MonkeyPatch
     measured = random_measurements(2)
     best, _ = exhaustive(measured)
     choice = choose_plan([measured], SEARCH_GRID, num_draws=2)
-    assert any(one.seconds_per_token > 1.01 * best[one.names] for one in choice.by_members)
+    assert any(
+        candidate.seconds_per_token > 1.01 * best[candidate.names]
+        for candidate in choice.by_members
+    )
 
 
 @pytest.mark.parametrize(("foresees", "least"), [(True, 0.5), (False, 0.0)])
@@ -166,10 +171,10 @@ def test_a_least_probability_is_chosen_where_the_drafter_knows_when_it_is_right(
     best = choose_plan([measured], grid).best
     assert best.plan.tree.least_probability == least
     trees = [
-        Tree(depth=depth, top_k=1, rows=rows, least_probability=one)
+        Tree(depth=depth, top_k=1, rows=rows, least_probability=probability)
         for depth in grid.depths
         for rows in grid.rows
-        for one in (0.0, 0.5)
+        for probability in (0.0, 0.5)
     ]
     plans = [best.plan.model_copy(update={"tree": tree}) for tree in trees]
     seconds = [simulate(plan, measured).seconds_per_token for plan in plans]
@@ -182,7 +187,7 @@ def test_a_least_probability_is_chosen_where_the_drafter_knows_when_it_is_right(
 def test_a_choice_is_reproducible() -> None:
     measured = random_measurements(1)
     again = Measurements.from_json(json.loads(json.dumps(measured.to_json())))
-    first, second = (choose_plan([one], SMALL_GRID) for one in (measured, again))
+    first, second = (choose_plan([measurements], SMALL_GRID) for measurements in (measured, again))
     assert first == second
 
 
@@ -243,7 +248,7 @@ def test_of_two_intermediates_the_one_that_pays_is_kept() -> None:
     choice = choose_plan([measured], GRID)
     assert choice.best.names == ("target", "small", "draft")
     explanation = explain(choice, measured)
-    verdicts = {one["inserted"]: one for one in explanation["insertions"]}
+    verdicts = {insertion["inserted"]: insertion for insertion in explanation["insertions"]}
     assert verdicts["small"]["pays"] is True
     assert verdicts["large"]["pays"] is False
     # It would come above the one that runs.

@@ -199,7 +199,11 @@ class Case:
             verifier.passes.clear()
         while len(tokens) < self.num_tokens:
             tokens += alone(stage.propose(1, self.num_tokens - len(tokens))).tokens
-        return tokens, {name: one.passes for name, one in verifiers.items()}, drafter.passes
+        return (
+            tokens,
+            {name: verifier.passes for name, verifier in verifiers.items()},
+            drafter.passes,
+        )
 
     def measure(self, answers: list[list[int]], sampler: Any) -> Measurements:
         """What a calibration would find along these answers."""
@@ -290,7 +294,7 @@ def compare(case: Case) -> tuple[dict[str, Counter[int]], dict[str, Counter[int]
     simulator._stages = lambda *arguments: stages.extend(make_stages(*arguments)) or stages  # type: ignore[method-assign]
     predicted = simulator.run(case.plan)
     played = {
-        name: Counter(dict(zip(*(one.tolist() for one in stage.rows_read()), strict=True)))
+        name: Counter(dict(zip(*(column.tolist() for column in stage.rows_read()), strict=True)))
         for name, stage in zip(case.names, stages, strict=True)
     }
     served["draft"] = Counter({1: num_drafts})

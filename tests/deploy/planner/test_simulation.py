@@ -39,15 +39,15 @@ def test_draft_costs() -> None:
 
 
 def test_measurements_survive_json() -> None:
-    one = make_measurements(
+    measurements = make_measurements(
         make_trace({"a": [1, 1], "b": [1, 0]}, {"b": [1, 0]}, ngram={2: [-1, 0]})
     )
-    content = json.loads(json.dumps(one.to_json()))
+    content = json.loads(json.dumps(measurements.to_json()))
     again = Measurements.from_json(content)
-    assert again.to_json() == one.to_json()
+    assert again.to_json() == measurements.to_json()
     assert again.traces[0].ranks["draft", "b"][1].dtype == np.int64
     plan = Plan(members=("a", "b", "draft"), tree=LEAST, flush={"a": Flush(length=1)})
-    assert simulate(plan, again) == simulate(plan, one)
+    assert simulate(plan, again) == simulate(plan, measurements)
 
 
 # Hand-worked rounds

@@ -167,7 +167,7 @@ def test_simulated_lengths_are_those_of_sampled_answers(chain: Chain) -> None:
 def test_traces_hold_the_targets_answers(chain: Chain) -> None:
     greedy, coupled = measure(chain), measure(chain, temperature=1.0)
     sampled = measure(chain, 1.0, ("block", "token"))
-    assert [len(one) for one in sampled.traces] == [len(one) for one in coupled.traces]
+    assert [len(trace) for trace in sampled.traces] == [len(trace) for trace in coupled.traces]
     for trace in (*greedy.traces, *coupled.traces):
         assert set(trace.probability["target"]) == {1.0}
         assert set(trace.probability["intermediate"]) == {0.0, 1.0}
@@ -183,7 +183,7 @@ def test_traces_hold_the_targets_answers(chain: Chain) -> None:
     assert ranks.shape == (NUM_TOKENS, 3, 3)
     assert (ranks[:, 0, 1:] == ABSENT).all(), "one level has no second one"
     head = greedy.traces[0].ranks["draft", "target"][2]
-    found, guessed = ((one[:, 0, 0] < ABSENT).mean() for one in (ranks, head))
+    found, guessed = ((drafter_ranks[:, 0, 0] < ABSENT).mean() for drafter_ranks in (ranks, head))
     assert found > guessed + 0.2, "a copy of the target drafts well, a random head does not"
     assert Measurements.from_json(json.loads(json.dumps(greedy.to_json()))).to_json() == (
         greedy.to_json()
@@ -237,7 +237,7 @@ def test_rounds_of_graphs_are_timed_and_captures_are_not(
     # a graph each for draft, tree and block; a draft by n-grams is none
     for found in (measured.trees, measured.blocks, measured.levels):
         assert found
-        assert {one for seconds in found.values() for one in seconds} == {1.0}
+        assert {duration for seconds in found.values() for duration in seconds} == {1.0}
     assert set(measured.copies) == {0.0}
     assert {rows for name, rows in measured.trees if name == "target"} >= {1, *GRID.rows}
 
@@ -291,10 +291,10 @@ def test_a_plan_is_chosen_written_run_and_reported(
     hardware = hardware_name(chain.engine.models.target.device)
     assert read_manifest(tiny_chain).plans_for(hardware, "float32").plans == (measured,)
     assert chain.plan == measured.plan
-    members = {one.plan.members for one in (measured, *measured.others)}
+    members = {planned.plan.members for planned in (measured, *measured.others)}
     full = ("target", "intermediate", "draft")
     assert {("target",), ("target", "draft"), ("target", "intermediate"), full} <= members
-    seconds = [one.seconds_per_token for one in (*measured.others, measured)]
+    seconds = [planned.seconds_per_token for planned in (*measured.others, measured)]
     assert seconds[:-1] == sorted(seconds[:-1])
     assert 0.98 * seconds[-1] < min(seconds)
     console = Console(record=True, width=140)

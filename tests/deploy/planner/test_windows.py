@@ -100,7 +100,9 @@ def test_simulated_passes_under_windows_are_those_of_real_answers(
         (ALL, ("intermediate", "copy"), 0.15),
     ):
         windows = dict.fromkeys(windowed, WINDOW)
-        traces = [trace_answer(calibration, one, windows, (2,))[0] for one in calibration.answered]
+        traces = [
+            trace_answer(calibration, prompt, windows, (2,))[0] for prompt in calibration.answered
+        ]
         measured = replace(whole, traces=traces, windows=windows)
         if plan is ALL:
             # of blocks, which are approximated, rounds draw the first token, too
@@ -141,12 +143,12 @@ def fake_costs(ratios: dict[str, float]) -> Any:
     calls: list[list[dict[str, Window]]] = []
 
     def compare(engine: Any, prompts: Any, plans: Any, windows: Any, *others: Any) -> Any:
-        calls.append([dict(one) for one in windows])
+        calls.append([dict(trial) for trial in windows])
         found = []
-        for one in windows:
+        for trial in windows:
             without, with_windows = RoundCosts(), RoundCosts()
             for name in ("intermediate", "copy"):
-                ratio = ratios[name] if name in one else 1.0
+                ratio = ratios[name] if name in trial else 1.0
                 for costs, factor in ((without, 1.0), (with_windows, ratio)):
                     if name == "intermediate":
                         costs.trees[name, 4] += [factor] * MIN_SAMPLES
@@ -165,7 +167,7 @@ def machine(measurements: Measurements) -> Measurements:
     return replace(
         measurements,
         passes={
-            name: PassCosts(rows, tuple(seconds * (1 + one / 10) for one in rows))
+            name: PassCosts(rows, tuple(seconds * (1 + num_rows / 10) for num_rows in rows))
             for name, seconds in (("target", 2.0), ("intermediate", 1.0))
         },
         drafts={"copy": DraftCosts({2: (1.0, 1.0)})},
@@ -193,7 +195,7 @@ def test_windows_are_tried_one_by_one_and_then_together(
     assert best.seconds_per_token < 0.9 * choice.best.seconds_per_token
     explanation = explain(found, measured)
     assert "sees the first 4 and the latest 16 tokens" in explanation["decision"]
-    assert any(one["is_taken"] for one in explanation["windows"])
+    assert any(trial["is_taken"] for trial in explanation["windows"])
     console = Console(record=True, width=160)
     print_explanation(json.loads(json.dumps(explanation)), console)
     assert "copy: 4 + 16" in console.export_text()
@@ -252,10 +254,10 @@ def test_texts_without_windows_are_measured_once(chain: Chain) -> None:
     (measured,) = measured_on(calibration).measurements
     windows = {"copy": Window(tokens=25)}
     traces = windowing._traces(calibration, measured, windows, (2,))
-    assert [one is other for one, other in zip(traces, measured.traces, strict=True)] == [
-        len(one) <= 25 for one in calibration.answered
+    assert [trace is other for trace, other in zip(traces, measured.traces, strict=True)] == [
+        len(prompt) <= 25 for prompt in calibration.answered
     ]
-    assert len({one is other for one, other in zip(traces, measured.traces, strict=True)}) == 2
+    assert len({trace is other for trace, other in zip(traces, measured.traces, strict=True)}) == 2
 
 
 def test_short_texts_are_not_tried(chain: Chain) -> None:
@@ -280,7 +282,7 @@ def test_too_few_rounds_are_no_measurement(chain: Chain) -> None:
         assert costs is not None
         if name == "intermediate":
             assert costs["passes"][name].seconds == tuple(
-                one / 2 for one in measured.passes[name].seconds
+                duration / 2 for duration in measured.passes[name].seconds
             )
         else:
             assert costs["drafts"][name].by_top_k == {2: (0.5, 0.5)}
@@ -291,14 +293,16 @@ def windowed(measured: Measurements, share: float, *names: str) -> Measurements:
     """The same where a window makes these members' passes and drafts take a share."""
 
     def scaled(costs: PassCosts) -> PassCosts:
-        return PassCosts(costs.rows, tuple(share * one for one in costs.seconds))
+        return PassCosts(costs.rows, tuple(share * duration for duration in costs.seconds))
 
-    passes = {name: scaled(one) if name in names else one for name, one in measured.passes.items()}
+    passes = {
+        name: scaled(costs) if name in names else costs for name, costs in measured.passes.items()
+    }
     drafts = {
-        name: DraftCosts({k: (share * a, share * b) for k, (a, b) in one.by_top_k.items()})
+        name: DraftCosts({k: (share * a, share * b) for k, (a, b) in costs.by_top_k.items()})
         if name in names
-        else one
-        for name, one in measured.drafts.items()
+        else costs
+        for name, costs in measured.drafts.items()
     }
     windows = dict.fromkeys(names, WINDOW)
     return replace(measured, passes=passes, drafts=drafts, windows=windows)
@@ -313,18 +317,20 @@ def test_a_window_must_save_enough(share: float, is_taken: bool) -> None:
     grid = PlanGrid(depths=(2, 4), top_ks=(1,), rows=(4,), flush_lengths=(2, 4), ngram_matches=())
     choice = choose_plan([measured], grid)
     found = choose_windows(choice, [windowed(measured, share, "draft")], grid)
-    assert [one.names for one in found.by_members] == [one.names for one in choice.by_members]
-    for one in found.by_members:
-        takes = is_taken and "draft" in one.names
-        assert one.plan.windows == ({"draft": WINDOW} if takes else {})
-    trials = [one for one in found.window_trials if one.is_taken]
+    assert [candidate.names for candidate in found.by_members] == [
+        candidate.names for candidate in choice.by_members
+    ]
+    for candidate in found.by_members:
+        takes = is_taken and "draft" in candidate.names
+        assert candidate.plan.windows == ({"draft": WINDOW} if takes else {})
+    trials = [trial for trial in found.window_trials if trial.is_taken]
     assert bool(trials) == is_taken
     # a second window that adds nothing is left out
     both = [windowed(measured, share, "draft"), windowed(measured, share, "draft", "b")]
     both[1] = replace(both[1], passes=both[0].passes)
     again = choose_windows(choice, both, grid)
-    assert [one.plan.windows for one in again.by_members] == [
-        one.plan.windows for one in found.by_members
+    assert [candidate.plan.windows for candidate in again.by_members] == [
+        candidate.plan.windows for candidate in found.by_members
     ]
 
 
@@ -340,7 +346,9 @@ def test_a_plan_with_windows_is_written_and_run(
     monkeypatch.setattr(windowing, "_scaled", lambda costs, rows, ratios: next_to_nothing(costs))
     monkeypatch.setattr(windowing, "_draft_ratio", lambda *others: 1e-3)
     measured = plan_chain(tiny_chain, settings, lambda line: None).measured
-    plans = [one.plan for one in (measured, *measured.others) if len(one.plan.members) > 1]
+    plans = [
+        planned.plan for planned in (measured, *measured.others) if len(planned.plan.members) > 1
+    ]
     windowed = next(plan for plan in plans if plan.windows)
     manifest = read_manifest(tiny_chain)
     assert manifest.plans == (measured,)
@@ -360,10 +368,10 @@ def test_a_plan_with_windows_is_written_and_run(
         systems=("target", "eagle2", "polybasic_full"),
     )
     systems = bench_chain(tiny_chain, bench).systems
-    assert any("(sees 4 + 16)" in one.shown_plan for one in systems.values())
-    for one in systems.values():
-        assert one.agreement.identical == 1
+    assert any("(sees 4 + 16)" in system.shown_plan for system in systems.values())
+    for system in systems.values():
+        assert system.agreement.identical == 1
 
 
 def next_to_nothing(costs: PassCosts) -> PassCosts:
-    return PassCosts(costs.rows, tuple(one / 1000 for one in costs.seconds))
+    return PassCosts(costs.rows, tuple(duration / 1000 for duration in costs.seconds))

@@ -104,7 +104,7 @@ def test_the_end_of_an_answer_is_sent_while_another_block_is_under_way(
     verdict = Session.verdict
 
     def noted(self: Session) -> Any:
-        under_way.append([one.ids for one in self.sent])
+        under_way.append([block.ids for block in self.sent])
         return verdict(self)
 
     monkeypatch.setattr(Session, "verdict", noted)
@@ -186,10 +186,10 @@ def test_log_probabilities_and_members_travel_along(far: Far, local: Chain) -> N
         found = near.generate([5, 9], max_new_tokens=20, plan=plan, logprobs=3)
         expected = local.generate([5, 9], max_new_tokens=20, plan=PLANS["target"], logprobs=3)
         assert len(found.members) == len(found.token_ids)
-        for one, other in zip(found.logprobs, expected.logprobs, strict=True):
-            assert one.token == other.token
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        for row, other in zip(found.logprobs, expected.logprobs, strict=True):
+            assert row.token == other.token
+            assert row.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in row.top] == [token for token, _ in other.top]
 
 
 def test_several_near_sides_are_answered_at_a_time(
@@ -215,7 +215,7 @@ def test_answers_of_one_near_side_share_its_link(far: Far, local: Chain) -> None
     for pieces in zip(*streams, strict=False):
         for tokens, piece in zip(found, pieces, strict=True):
             tokens += piece.token_ids
-    expected = [local.generate(one, max_new_tokens=30, temperature=0.0) for one in PROMPTS]
+    expected = [local.generate(prompt, max_new_tokens=30, temperature=0.0) for prompt in PROMPTS]
     for tokens, answer in zip(found, expected, strict=True):
         assert tokens == answer.token_ids[: len(tokens)]
         assert len(tokens) > 5

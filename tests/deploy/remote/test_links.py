@@ -22,9 +22,9 @@ def piped(far: Far, is_whole: threading.Event) -> Iterator[str]:
     listening = socket.create_server(("127.0.0.1", 0))
     made: list[socket.socket] = [listening]
 
-    def carry(one: socket.socket, other: socket.socket) -> None:
+    def carry(source: socket.socket, other: socket.socket) -> None:
         with suppress(OSError):
-            while part := one.recv(65536):
+            while part := source.recv(65536):
                 if is_whole.is_set():
                     other.sendall(part)
 
@@ -39,10 +39,10 @@ def piped(far: Far, is_whole: threading.Event) -> Iterator[str]:
 
     threading.Thread(target=run, daemon=True).start()
     yield f"127.0.0.1:{listening.getsockname()[1]}"
-    for one in made:
+    for connection in made:
         with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-        one.close()
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
 
 
 @pytest.mark.parametrize("optimistic", [True, False])

@@ -61,6 +61,6 @@ def test_a_plan_over_a_link_is_made_and_runs(
     assert (measurements.link, measurements.is_optimistic) == (Link.of("20ms"), True)
     assert measurements.shares_cache == {name: name for name in measurements.verifying}
     assert planning.choice.alone.seconds_per_token > 0.02
-    for one in (planned, *planned.others):
-        found = far.near(plan=one.plan).generate([5, 9], max_new_tokens=20)
+    for measured_plan in (planned, *planned.others):
+        found = far.near(plan=measured_plan.plan).generate([5, 9], max_new_tokens=20)
         assert found.token_ids == local.generate([5, 9], max_new_tokens=20).token_ids

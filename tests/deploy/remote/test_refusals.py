@@ -117,8 +117,8 @@ def _of_kind(kind: str, fields: str) -> bytes:
         struct.pack(">I", 1 << 30),
         b"GET / HTTP/1.1\r\n\r\n",
         *(
-            struct.pack(">I", len(one)) + one
-            for one in (
+            struct.pack(">I", len(message)) + message
+            for message in (
                 _of_kind("Unknown", "{}"),
                 _of_kind("Hello", "{"),
                 _of_kind("Hello", '{"protocol": 1}'),

@@ -107,7 +107,7 @@ class StalePositions(TableNoise):
     def at(self, positions: Sequence[int]) -> torch.Tensor:
         shift = max(self.end - min(positions), 0)
         self.end = max(positions) + shift + 1
-        return super().at([one + shift for one in positions])
+        return super().at([position + shift for position in positions])
 
 
 class PositionsOfRows(TableNoise):
@@ -121,7 +121,7 @@ class PositionsOfParents(TableNoise):
     """Each draw has the noise of the token before it, but for the first."""
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
-        return super().at([max(one - 1, positions[0]) for one in positions])
+        return super().at([max(position - 1, positions[0]) for position in positions])
 
 
 class VerifiesUntruncated(CoupledSampler):
@@ -165,7 +165,7 @@ def test_a_tree_that_is_verified_at_another_depth_is_detected() -> None:
 def test_models_that_agree_refuse_nothing() -> None:
     """Also below the target, where noise of another position would cost tokens alone."""
 
-    def num_refused(one: Case, noise: type[TableNoise]) -> int:
+    def num_refused(example: Case, noise: type[TableNoise]) -> int:
         refused: list[int] = []
 
         class Recorded(CoupledSampler):
@@ -174,11 +174,11 @@ def test_models_that_agree_refuse_nothing() -> None:
                 refused.append(len(tokens) - num_kept)
                 return num_kept, following
 
-        assert departure(one, Wiring(noise=noise, coupled=Recorded)) is None
+        assert departure(example, Wiring(noise=noise, coupled=Recorded)) is None
         return sum(refused)
 
-    for one in CHAINS[1:]:
-        alike = dataclasses.replace(one, likeness=10**6)
+    for chain in CHAINS[1:]:
+        alike = dataclasses.replace(chain, likeness=10**6)
         assert num_refused(alike, TableNoise) == 0
         assert num_refused(alike, PositionsOfRows) > 0
 

@@ -28,10 +28,12 @@ def asked(rule: str) -> tuple[list[Draws], list[torch.Tensor]]:
     torch.manual_seed(0)
     model = Weights(0).decoder(small_config(1, 16))
     given, logits = [], []
-    for place, one in enumerate(SETTINGS):
-        noise = Noise(model, one) if rule == "coupled" and not one.is_greedy else None
+    for place, sampling in enumerate(SETTINGS):
+        noise = Noise(model, sampling) if rule == "coupled" and not sampling.is_greedy else None
         suffixes = [[], [4], [4, 3], [2]][: 1 + place % 4]
-        given.append(Draws(make_sampler(one, CPU, 1, rule, noise), Prefixes([1] * place, suffixes)))
+        given.append(
+            Draws(make_sampler(sampling, CPU, 1, rule, noise), Prefixes([1] * place, suffixes))
+        )
         logits.append(3 * torch.randn(len(suffixes), VOCAB_SIZE))
     return given, logits
 
@@ -47,9 +49,9 @@ def test_distributions_have_the_same_bits(
     found = distributions_together([*given, None], [*logits, None])
     assert found.pop() is None
     given, logits = asked(rule)
-    for one, rows, give in zip(given, logits, found, strict=True):
-        expected, together = one.distributions(rows)(), give()
-        if rule == "block" and not one.sampler.sampling.is_greedy:
+    for drawing, rows, give in zip(given, logits, found, strict=True):
+        expected, together = drawing.distributions(rows)(), give()
+        if rule == "block" and not drawing.sampler.sampling.is_greedy:
             assert torch.equal(together.values, expected.values)
             continue
         assert together.tokens == expected.tokens
@@ -64,7 +66,7 @@ def test_a_device_is_waited_for_once_by_all_of_a_kind(
     assert num_drawn == [], "the host's memory is read as it is"
     monkeypatch.setattr(draws, "is_waited_for", lambda device: True)
     distributions_together(given, logits)
-    rows = [len(one) for one in logits]
+    rows = [len(matrix) for matrix in logits]
     plain, warped, top_k, min_p = rows[0] + rows[-1], rows[2:5], rows[5:8], rows[8:11]
     assert num_drawn == [plain, sum(warped), sum(top_k), min_p[0], sum(min_p[1:])]
 
@@ -75,7 +77,7 @@ def test_only_logits_that_are_no_numbers_fail(
 ) -> None:
     monkeypatch.setattr(draws, "is_waited_for", lambda device: True)
     given, logits = asked("coupled")
-    wrong = [one.sampler.sampling.temperature == temperature for one in given].index(True)
+    wrong = [drawing.sampler.sampling.temperature == temperature for drawing in given].index(True)
     logits[wrong][-1, 5] = torch.nan
     for place, give in enumerate(distributions_together(given, logits)):
         if place == wrong:

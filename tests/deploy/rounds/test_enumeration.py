@@ -47,12 +47,12 @@ def case(rule: Rule, *lengths: int, num_tokens: int, **others: Any) -> Case:
     return Case(flushes, num_tokens, rule, **{"seed": 5, "likeness": 2, **others})
 
 
-def adaptive(one: Case, *places: int) -> Case:
+def adaptive(example: Case, *places: int) -> Case:
     """The same with adaptive flushes at some places, counted from the target."""
-    flushes = list(one.flushes)
+    flushes = list(example.flushes)
     for place in places:
         flushes[place] = flushes[place].model_copy(update={"adaptive": ADAPTIVE})
-    return dataclasses.replace(one, flushes=tuple(flushes))
+    return dataclasses.replace(example, flushes=tuple(flushes))
 
 
 ONE_LEVEL = [case("block", num_tokens=5), case("block", num_tokens=4, vocab_size=3)]
@@ -119,11 +119,13 @@ def test_cache_shared_past_a_model_between_is_detected(caches: tuple[int, ...]) 
 def test_block_rule_accepts_more_than_token_rule() -> None:
     def expected_tokens(rule: Rule) -> Fraction:
         outcomes, expected = Outcomes(), Fraction(0)
-        one = Case((Flush(length=3),), 4, rule)
+        example = Case((Flush(length=3),), 4, rule)
         for _ in outcomes.runs():
-            root, _ = build(one, EnumeratingSampler(outcomes, one))
-            alone(root.prefill(list(one.prompt)))
-            expected += outcomes.probability * len(alone(root.propose(1, one.num_tokens)).tokens)
+            root, _ = build(example, EnumeratingSampler(outcomes, example))
+            alone(root.prefill(list(example.prompt)))
+            expected += outcomes.probability * len(
+                alone(root.propose(1, example.num_tokens)).tokens
+            )
         return expected
 
     assert expected_tokens("block") > expected_tokens("token")
@@ -154,9 +156,9 @@ def test_wrong_residuals_are_detected(
     num_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = Case((Flush(length=2),), num_tokens, vocab_size=3, seed=1)
+    example = Case((Flush(length=2),), num_tokens, vocab_size=3, seed=1)
     monkeypatch.setattr(verification, "residual", wrong_residual)
-    assert output_law(one) != target_law(one)
+    assert output_law(example) != target_law(example)
 
 
 class BonusFromBelow(TableVerifier):
@@ -170,8 +172,8 @@ class BonusFromBelow(TableVerifier):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_bonus_token_from_the_intermediate_is_detected(rule: Rule) -> None:
-    one = case(rule, 2, num_tokens=4)
-    assert output_law(one, Wiring(target=BonusFromBelow)) != target_law(one)
+    example = case(rule, 2, num_tokens=4)
+    assert output_law(example, Wiring(target=BonusFromBelow)) != target_law(example)
 
 
 class FlattenedProposals(EnumeratingSampler):
@@ -184,8 +186,8 @@ class FlattenedProposals(EnumeratingSampler):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_wrong_proposal_distribution_is_detected(rule: Rule) -> None:
-    one = Case((Flush(length=2),), 3, rule)
-    assert output_law(one, Wiring(FlattenedProposals)) != target_law(one)
+    example = Case((Flush(length=2),), 3, rule)
+    assert output_law(example, Wiring(FlattenedProposals)) != target_law(example)
 
 
 # Warping
@@ -283,24 +285,27 @@ class UnwarpedProposals(EnumeratingSampler):
 
 @pytest.mark.parametrize(("warper", "rule"), [("top_k", "block"), ("repetition", "token")])
 def test_unwarped_proposal_distribution_is_detected(warper: str, rule: Rule) -> None:
-    one = case(rule, 2, num_tokens=3, vocab_size=3, sampling=WARPERS[warper])
-    assert output_law(one, Wiring(UnwarpedProposals)) != target_law(one)
+    example = case(rule, 2, num_tokens=3, vocab_size=3, sampling=WARPERS[warper])
+    assert output_law(example, Wiring(UnwarpedProposals)) != target_law(example)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("lengths", [(), (3,), (4, 2)], ids=len)
 def test_greedy_answer_is_the_targets(lengths: tuple[int, ...], seed: int) -> None:
     sampling = dataclasses.replace(PENALTIES, temperature=0.0)
-    one = case("block", *lengths, num_tokens=9, vocab_size=3, seed=seed, sampling=sampling)
+    example = case("block", *lengths, num_tokens=9, vocab_size=3, seed=seed, sampling=sampling)
     if len(lengths) > 1:
-        one = adaptive(one, 0)
+        example = adaptive(example, 0)
     expected: list[int] = []
-    for _ in range(one.num_tokens):
-        tokens = [*one.prompt, *expected]
-        logits = rows_of(one, 0, [tuple(tokens)])
-        logits = process_logits(logits, sampling, Prefixes(tokens, [[]]), len(one.prompt))
+    for _ in range(example.num_tokens):
+        tokens = [*example.prompt, *expected]
+        logits = rows_of(example, 0, [tuple(tokens)])
+        logits = process_logits(logits, sampling, Prefixes(tokens, [[]]), len(example.prompt))
         expected.append(int(logits.argmax()))
-    assert generate(one, make_sampler(sampling, torch.device("cpu"), len(one.prompt))) == expected
+    assert (
+        generate(example, make_sampler(sampling, torch.device("cpu"), len(example.prompt)))
+        == expected
+    )
 
 
 # Adaptive flushing
@@ -353,5 +358,5 @@ class PeekingTreeStage(TreeStage):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_block_that_ends_by_the_token_after_it_is_detected(rule: Rule) -> None:
-    one = case(rule, 2, num_tokens=4, caches=(0, 1))
-    assert output_law(one, Wiring(tree_stage=PeekingTreeStage)) != target_law(one)
+    example = case(rule, 2, num_tokens=4, caches=(0, 1))
+    assert output_law(example, Wiring(tree_stage=PeekingTreeStage)) != target_law(example)

@@ -60,19 +60,19 @@ def test_survival_is_the_product_over_the_block() -> None:
 
 
 def test_what_precedes_a_block_or_belongs_to_an_earlier_one_is_told_apart() -> None:
-    one = flushing(0.5)
-    assert not one.wants_more([0.1])
-    earlier = one.bins
-    one.begin_block(num_before=2)
-    assert one.pays
-    assert one.wants_more([0.1])
-    assert one.wants_more([0.1, 0.9])
-    assert not one.wants_more([0.65])
-    assert one.bins == [probability_bin(0.9), probability_bin(0.65)]
-    num_asked = list(one._num_asked)
-    one.learn(0, earlier)
-    assert one._num_asked[0] == num_asked[0] + 1, "0.1 was rejected"
-    assert one._num_asked[1:] == num_asked[1:]
+    flush = flushing(0.5)
+    assert not flush.wants_more([0.1])
+    earlier = flush.bins
+    flush.begin_block(num_before=2)
+    assert flush.pays
+    assert flush.wants_more([0.1])
+    assert flush.wants_more([0.1, 0.9])
+    assert not flush.wants_more([0.65])
+    assert flush.bins == [probability_bin(0.9), probability_bin(0.65)]
+    num_asked = list(flush._num_asked)
+    flush.learn(0, earlier)
+    assert flush._num_asked[0] == num_asked[0] + 1, "0.1 was rejected"
+    assert flush._num_asked[1:] == num_asked[1:]
 
 
 def test_no_token_costs_nothing() -> None:
@@ -80,11 +80,11 @@ def test_no_token_costs_nothing() -> None:
 
 
 def test_block_begins_anew() -> None:
-    one = flushing(0.5)
-    assert not one.wants_more([0.4])
-    assert not one.wants_more([1.0])
-    one.begin_block()
-    assert one.wants_more([1.0])
+    flush = flushing(0.5)
+    assert not flush.wants_more([0.4])
+    assert not flush.wants_more([1.0])
+    flush.begin_block()
+    assert flush.wants_more([1.0])
 
 
 def test_what_is_learned() -> None:
@@ -92,14 +92,14 @@ def test_what_is_learned() -> None:
     assert PRIOR_WEIGHT == 8
 
     def survival_after(*blocks: tuple[list[float], int]) -> float:
-        one = flushing(0.5)
+        flush = flushing(0.5)
         for probabilities, num_kept in blocks:
-            one.begin_block()
-            one.wants_more(probabilities)
-            one.learn(num_kept)
-        one.begin_block()
-        one.wants_more([0.65])
-        return one._survival
+            flush.begin_block()
+            flush.wants_more(probabilities)
+            flush.learn(num_kept)
+        flush.begin_block()
+        flush.wants_more([0.65])
+        return flush._survival
 
     assert survival_after() == 4 / 8
     # all of two kept: 6 of 10
@@ -116,20 +116,20 @@ def test_what_is_learned() -> None:
 
 
 def test_learning_turns_the_decision() -> None:
-    one = flushing(0.6)
-    assert not one.wants_more([0.65])
+    flush = flushing(0.6)
+    assert not flush.wants_more([0.65])
     for _ in range(2):
         # 4 of 8, then 5 of 9, then 6 of 10
-        one.begin_block()
-        one.wants_more([0.65])
-        one.learn(1)
-    one.begin_block()
-    assert one.wants_more([0.65])
+        flush.begin_block()
+        flush.wants_more([0.65])
+        flush.learn(1)
+    flush.begin_block()
+    assert flush.wants_more([0.65])
     for _ in range(2):
         # 6 of 11, then 6 of 12
-        one.learn(0)
-    one.begin_block()
-    assert not one.wants_more([0.65])
+        flush.learn(0)
+    flush.begin_block()
+    assert not flush.wants_more([0.65])
 
 
 # Through the stages
@@ -200,8 +200,8 @@ def test_block_ends_after_an_unlikely_token(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in range(20):
         probabilities.clear()
         sampling = Sampling(1.0, seed=seed)
-        one = dataclasses.replace(case, num_tokens=1, sampling=sampling)
-        (length,), _ = block_lengths(one, monkeypatch)
+        seeded = dataclasses.replace(case, num_tokens=1, sampling=sampling)
+        (length,), _ = block_lengths(seeded, monkeypatch)
         assert sum(map(len, probabilities)) == length
         *before, last = probabilities
         assert all(value >= 0.5 for value in itertools.chain(*before))

@@ -277,8 +277,8 @@ def test_draws_are_independent_within_a_request_and_of_the_next_one() -> None:
     for seed in range(0, 40_000, 2):
         counts[drawn(seed) + drawn(seed + 1)] += 1
     tokens = np.array([0.5, 0.3, 0.2])
-    one = np.einsum("a,b,c,d->abcd", tokens, [0.7, 0.3], [0.4, 0.6], tokens)
-    law = np.multiply.outer(one, one).reshape(-1)
+    request_law = np.einsum("a,b,c,d->abcd", tokens, [0.7, 0.3], [0.4, 0.6], tokens)
+    law = np.multiply.outer(request_law, request_law).reshape(-1)
     assert p_values(counts.reshape(-1), law) >= SIGNIFICANCE
 
 

@@ -67,12 +67,12 @@ def test_the_same_prefix_gives_the_same_row_wherever_it_is_cut(
     tree = sampler.distributions(logits, Prefixes([1, 2, 3], [[], [4], [4, 3]]))
     for row, prefix in enumerate(([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 3])):
         alone = sampler.distributions(logits[row : row + 1], Prefixes(prefix, [[]]))
-        (one,) = sampler.probabilities(alone, [0], [3])
-        assert sampler.probabilities(tree, [row], [3]) == [one]
+        (probability,) = sampler.probabilities(alone, [0], [3])
+        assert sampler.probabilities(tree, [row], [3]) == [probability]
         (unlike,) = sampler.probabilities(
             sampler.distributions(logits[row : row + 1], Prefixes([1, 2], [[]])), [0], [3]
         )
-        assert unlike != one
+        assert unlike != probability
 
 
 def test_greedy_takes_bias_and_penalties_into_account() -> None:
@@ -103,25 +103,27 @@ def test_probabilities_are_those_that_were_drawn_with() -> None:
     rows = sampler.distributions(LOG, Prefixes([0], [[], []]))
     assert sampler.probabilities(rows, [0, 0], [0, 1]) == pytest.approx([0.625, 0.375])
     assert sampler.probabilities(rows, [1, 0], [2, 2]) == pytest.approx([0.8, 0.0])
-    for one in (sampler, make_sampler(Sampling(), CPU, 0)):
-        assert one.probabilities(one.distributions(LOG, Prefixes([], [[], []])), [], []) == []
+    for variant in (sampler, make_sampler(Sampling(), CPU, 0)):
+        assert (
+            variant.probabilities(variant.distributions(LOG, Prefixes([], [[], []])), [], []) == []
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_that_were_taken_hold_nothing_of_the_others(temperature: float) -> None:
     sampler = make_sampler(Sampling(temperature, seed=0), CPU, 0)
-    one, other = (
+    rows, other = (
         sampler.distributions(logits, Prefixes([0], [[], []])) for logits in (LOG, LOG.flip(0))
     )
-    joined = sampler.join([sampler.take(one, [0, 1]), sampler.take(other, [0])])
+    joined = sampler.join([sampler.take(rows, [0, 1]), sampler.take(other, [0])])
     if temperature == 0:
         assert joined == GreedyRows([0, 2, 2])
-        assert one.logits is not None  # as long as a flush may ask for probabilities
+        assert rows.logits is not None  # as long as a flush may ask for probabilities
         return
     torch.testing.assert_close(joined.values, torch.cat([LOG, LOG[1:]]).exp())
     assert joined.values.untyped_storage().nbytes() == joined.values.nbytes
-    alone = sampler.join([sampler.take(one, [1])])
-    assert alone.values.untyped_storage().nbytes() == one.values[1].nbytes
+    alone = sampler.join([sampler.take(rows, [1])])
+    assert alone.values.untyped_storage().nbytes() == rows.values[1].nbytes
 
 
 def test_seeds_decide_the_draws() -> None:

@@ -68,11 +68,11 @@ def in_company(
             place, (prompt, options) = waiting.pop(0)
             live[place] = chain.begin(prompt, **options)
         chain.step()
-        for place, one in list(live.items()):
-            tokens[place] += [token for piece in one.take() for token in piece.token_ids]
-            if one.is_over:
-                assert one.error is None
-                assert one.statistics.num_tokens == len(tokens[place])
+        for place, answering in list(live.items()):
+            tokens[place] += [token for piece in answering.take() for token in piece.token_ids]
+            if answering.is_over:
+                assert answering.error is None
+                assert answering.statistics.num_tokens == len(tokens[place])
                 del live[place]
     return tokens
 

@@ -77,7 +77,7 @@ def test_sequences_share_passes(chain: Chain, monkeypatch: pytest.MonkeyPatch) -
     live = [chain.begin(prompt, **options) for prompt, options in asked]  # type: ignore[arg-type]
     while chain.step():
         pass
-    rounds = [one.statistics.forward_passes["target"] for one in live]
+    rounds = [answering.statistics.forward_passes["target"] for answering in live]
     assert len(num_sequences) <= max(rounds) + 2
     assert num_sequences.count(8) >= min(rounds)
 
@@ -102,7 +102,9 @@ def test_a_device_is_waited_for_once_a_pass(
     live = [chain.begin(prompt, **options) for prompt, _ in asked]
     while chain.step():
         pass
-    found = [[token for piece in one.take() for token in piece.token_ids] for one in live]
+    found = [
+        [token for piece in answering.take() for token in piece.token_ids] for answering in live
+    ]
     assert found == expected
     assert num_drawn == [8] * 9
 
@@ -134,9 +136,9 @@ def test_passes_are_counted_while_an_answer_is_made(
             counted.append(live.passes)
     assert counted[-1] == live.passes == live.statistics.forward_passes
     for member in live.passes:
-        numbers = [one.get(member, 0) for one in counted]
+        numbers = [counts.get(member, 0) for counts in counted]
         assert numbers == sorted(numbers)
-    targets = [one.get("target", 0) for one in counted]
+    targets = [counts.get("target", 0) for counts in counted]
     assert targets[0] == 0  # the prompt's last pass gave the first token
     assert len(set(targets)) == len(targets) > 3
 
@@ -167,28 +169,28 @@ def test_streams_are_interleaved_and_given_up(chain: Chain) -> None:
 def test_an_answer_that_is_given_up_has_its_cost(chain: Chain, plan: Plan) -> None:
     whole = pieces_of(chain, [5, 6, 7], 30, plan=plan).statistics
     forget(chain)
-    one = chain.begin([5, 6, 7], max_new_tokens=30, ignore_eos=True, plan=plan)
-    assert (one.spent.num_tokens, one.spent.forward_passes) == (0, {})
+    answering = chain.begin([5, 6, 7], max_new_tokens=30, ignore_eos=True, plan=plan)
+    assert (answering.spent.num_tokens, answering.spent.forward_passes) == (0, {})
     tokens = 0
     while tokens < 20:
         chain.step()
-        tokens += sum(len(piece.token_ids) for piece in one.take())
-    one.close()
-    spent = one.spent
+        tokens += sum(len(piece.token_ids) for piece in answering.take())
+    answering.close()
+    spent = answering.spent
     assert (spent.num_tokens, spent.stopped_by, spent.seconds_by_member) == (tokens, None, {})
     assert sum(spent.accepted_lengths["target"]) == tokens - 1
     assert len(spent.accepted_lengths["target"]) == spent.forward_passes["target"] > 0
     for name, accepted in whole.accepted.items():
         assert 0 < spent.accepted[name] <= accepted
     with pytest.raises(UserError, match="has not ended"):
-        _ = one.statistics
+        _ = answering.statistics
 
 
 def test_a_stream_that_nobody_reads_stays_one_piece_ahead(chain: Chain) -> None:
     idle, busy = (chain.stream([1, 2], max_new_tokens=60, ignore_eos=True) for _ in range(2))
     first = next(idle)
     assert len([token for piece in busy for token in piece.token_ids]) == 60
-    (running,) = (one for one in chain.engine._running if not one.is_over)
+    (running,) = (answering for answering in chain.engine._running if not answering.is_over)
     assert len(running.pieces) <= 1
     rest = [token for piece in idle for token in piece.token_ids]
     assert len(first.token_ids) + len(rest) == 60
@@ -198,7 +200,9 @@ def test_threads_get_their_own_answers(chain: Chain) -> None:
     asked = requests(24, seed=4)
     expected = alone(chain, asked)
     with ThreadPoolExecutor(8) as threads:
-        answers = threads.map(lambda one: chain.generate(one[0], **one[1]).token_ids, asked)
+        answers = threads.map(
+            lambda request: chain.generate(request[0], **request[1]).token_ids, asked
+        )
         assert list(answers) == expected
 
 
@@ -223,7 +227,7 @@ def test_caches_are_allocated_as_asked_for(folder: Path) -> None:
         next(stream)
     assert len(grows.engine.slots.made) == 3
     cached = [
-        sum(parts["cache"] for parts in one.memory.members.values()) for one in (grows, fixed)
+        sum(parts["cache"] for parts in loaded.memory.members.values()) for loaded in (grows, fixed)
     ]
     assert cached[1] == 3 * cached[0]
 
@@ -242,7 +246,7 @@ def test_a_failed_pass_ends_those_who_waited_for_it(
         patch.setattr(target, "forward", broken)
         while chain.step():
             pass
-    assert all(one.is_over and isinstance(one.error, MemoryError) for one in live)
+    assert all(answering.is_over and isinstance(answering.error, MemoryError) for answering in live)
     with pytest.raises(MemoryError):
         _ = live[0].statistics
     assert chain.generate([5, 6, 7], max_new_tokens=6).token_ids == expected
@@ -266,17 +270,17 @@ def test_logprobs_are_the_targets(chain: Chain) -> None:
             expected = target.logits(states).float().log_softmax(-1)
         slot.clear()
         found = [*answer.prompt_logprobs, *answer.logprobs]
-        assert [one.token for one in found] == whole[1:]
-        assert [one.logprob for one in found] == [
+        assert [entry.token for entry in found] == whole[1:]
+        assert [entry.logprob for entry in found] == [
             float(row[token]) for row, token in zip(expected, whole[1:], strict=True)
         ]
-        for one, row in zip(answer.logprobs, expected[len(prompt) - 1 :], strict=True):
+        for entry, row in zip(answer.logprobs, expected[len(prompt) - 1 :], strict=True):
             values, ids = row.topk(3)
-            assert one.top == list(zip(ids.tolist(), values.tolist(), strict=True))
-        assert all(one.top == [] for one in answer.prompt_logprobs)
+            assert entry.top == list(zip(ids.tolist(), values.tolist(), strict=True))
+        assert all(entry.top == [] for entry in answer.prompt_logprobs)
     only = chain.generate(prompt, max_new_tokens=0, prompt_logprobs=2)
     assert only.token_ids == []
-    assert [one.token for one in only.prompt_logprobs] == prompt[1:]
+    assert [entry.token for entry in only.prompt_logprobs] == prompt[1:]
     with pytest.raises(UserError, match="nothing to generate"):
         chain.generate(prompt, max_new_tokens=0)
 

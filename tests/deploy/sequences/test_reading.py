@@ -39,10 +39,10 @@ def test_a_common_beginning_is_read_once(chain: Chain, monkeypatch: pytest.Monke
     live = [chain.begin(prompt, **options) for prompt, options in asked]  # type: ignore[arg-type]
     while chain.step():
         pass
-    cached = [one.statistics.num_cached_tokens for one in live]
+    cached = [answering.statistics.num_cached_tokens for answering in live]
     assert cached[0] == 0
     assert min(cached[1:]) > len(common) - MIN_COPIED_TOKENS
-    assert [one.statistics.num_tokens for one in live] == [4] * 5
+    assert [answering.statistics.num_tokens for answering in live] == [4] * 5
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(
@@ -121,7 +121,7 @@ def test_the_first_token_waits_for_the_target_alone(
     answering = chain.begin(prompt, max_new_tokens=9, ignore_eos=True, plan=plan)
     while not (pieces := answering.take()):
         chain.step()
-    assert [one.verifier.name for one in ran] == ["target"] * -(-num_prompt // 8)
+    assert [reading.verifier.name for reading in ran] == ["target"] * -(-num_prompt // 8)
     assert [piece.members for piece in pieces] == [["target"]]
     while chain.step():
         pieces += answering.take()

@@ -68,10 +68,10 @@ class ScriptedChain:
         self.num_steps += 1
         if self.failures:
             raise self.failures.pop()
-        running = [one for one in self.begun if not one.is_over]
-        for one in running:
-            one.token_ids.append(64 + len(one.token_ids))
-            one.is_over = len(one.token_ids) >= one.prompt[0]
+        running = [answer for answer in self.begun if not answer.is_over]
+        for answer in running:
+            answer.token_ids.append(64 + len(answer.token_ids))
+            answer.is_over = len(answer.token_ids) >= answer.prompt[0]
         return bool(running)
 
     def run(self, num: int) -> None:
@@ -99,11 +99,11 @@ def ticket(client: str, *lengths: int, prompt_tokens: int = 1) -> Ticket:
     return Ticket(f"of {client}", client, [([num] * prompt_tokens, {}) for num in lengths])
 
 
-async def whole(one: Ticket) -> list[News]:
+async def whole(asked: Ticket) -> list[News]:
     """All that comes of a request, within ten seconds."""
     found: list[News] = []
     async with asyncio.timeout(10):
-        while news := await one.news():
+        while news := await asked.news():
             found += news
     return found
 

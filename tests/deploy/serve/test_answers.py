@@ -184,17 +184,17 @@ def test_messages_in_parts_are_lines(server: Served) -> None:
 def test_members_are_told_of_each_token(server: Served, chain: Chain) -> None:
     expected = library(chain, stop="zzzz")
     chunks = server.chunks(**SAMPLED, polybasic={"members": True})
-    tokens = [one for chunk in chunks for one in chunk.get("polybasic", {}).get("tokens", [])]
-    assert [one["id"] for one in tokens] == expected.token_ids
-    assert [one["member"] for one in tokens] == expected.members
-    assert "".join(one["text"] for one in tokens) == expected.text
+    tokens = [token for chunk in chunks for token in chunk.get("polybasic", {}).get("tokens", [])]
+    assert [token["id"] for token in tokens] == expected.token_ids
+    assert [token["member"] for token in tokens] == expected.members
+    assert "".join(token["text"] for token in tokens) == expected.text
     assert {"target", "intermediate"} <= set(expected.members)
     whole = server.chat(**SAMPLED, polybasic={"members": True})
     assert whole["choices"][0]["polybasic"]["tokens"] == tokens
     stop = expected.text[7:10]
     cut = server.chat(**SAMPLED, stop=stop, polybasic={"members": True})["choices"][0]
     told = cut["polybasic"]["tokens"]
-    assert "".join(one["text"] for one in told) == cut["message"]["content"]
+    assert "".join(token["text"] for token in told) == cut["message"]["content"]
     assert "tokens" not in server.chunks(**SAMPLED)[2].get("polybasic", {})
 
 

@@ -20,7 +20,7 @@ from tests.deploy.serve.images import IMAGES, PORT, ROOT, compose, of, run, step
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_what_an_image_is_built_from_is_pinned_or_named_by_the_operator(name: str) -> None:
     dockerfile, build = f"Dockerfile.{name}", compose()["services"][name]["build"]
-    arguments = dict(f"{one}=".split("=")[:2] for one in of(dockerfile, "ARG"))
+    arguments = dict(f"{argument}=".split("=")[:2] for argument in of(dockerfile, "ARG"))
     assert of(dockerfile, "FROM") == ["${BUILD_IMAGE} AS build", "${BASE_IMAGE}"]
     # no host of a registry, and no digest that nobody here could look up
     images = [arguments.pop(each) for each in ("BUILD_IMAGE", "BASE_IMAGE")]

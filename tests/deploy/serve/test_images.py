@@ -168,7 +168,7 @@ def test_keys_come_from_outside() -> None:
     assert not re.search(r"(?i)(key|token|password)=", "".join(of("Dockerfile.cpu", "ENV")))
     assert compose()["services"]["cpu"]["environment"]["POLYBASIC_API_KEY"].startswith("${")
     [container] = kubernetes("Deployment")["spec"]["template"]["spec"]["containers"]
-    [key] = [one for one in container["env"] if one["name"] == "POLYBASIC_API_KEY"]
+    [key] = [variable for variable in container["env"] if variable["name"] == "POLYBASIC_API_KEY"]
     assert set(key["valueFrom"]) == {"secretKeyRef"}
     assert unit()["EnvironmentFile"].startswith("/etc/")
 
@@ -194,7 +194,7 @@ def test_only_who_is_let_in_reaches_a_pod_and_no_pod_is_preferred() -> None:
     assert rule["ports"] == [{"port": port["targetPort"], "protocol": "TCP"}]
     beside, *elsewhere = rule["from"]
     assert beside == {"podSelector": {}}
-    assert all(one["namespaceSelector"]["matchLabels"] for one in elsewhere)
+    assert all(peer["namespaceSelector"]["matchLabels"] for peer in elsewhere)
     assert "sessionAffinity" not in kubernetes("Service")["spec"]
     assert "affinity" not in pod["spec"]
 
@@ -243,7 +243,7 @@ def exposed(app: FastAPI) -> dict[str, set[str]]:
         assert client.post("/v1/completions", json=asked).status_code == 200
         app.state.service.metrics.refused("queue_full")
         families = text_string_to_metric_families(client.get("/metrics").text)
-    return {sample.name: set(sample.labels) for one in families for sample in one.samples}
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
 
 def test_the_dashboard_asks_for_what_is_exposed(app: FastAPI) -> None:

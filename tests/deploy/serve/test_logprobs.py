@@ -28,19 +28,19 @@ def test_of_a_chat(server: Served, chain: Chain) -> None:
     asked = {**ASKED, "logprobs": True, "top_logprobs": 3}
     choice = server.chat(**asked)["choices"][0]
     content = choice["logprobs"]["content"]
-    assert [one["logprob"] for one in content] == [one.logprob for one in expected.logprobs]
-    spelled = b"".join(bytes(one["bytes"]) for one in content)
+    assert [entry["logprob"] for entry in content] == [row.logprob for row in expected.logprobs]
+    spelled = b"".join(bytes(entry["bytes"]) for entry in content)
     assert spelled.decode("utf-8", "replace") == choice["message"]["content"]
-    for one, row in zip(content, expected.logprobs, strict=True):
-        told = [(each["token"], each["logprob"]) for each in one["top_logprobs"]]
+    for entry, row in zip(content, expected.logprobs, strict=True):
+        told = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
         assert [logprob for _, logprob in told] == [logprob for _, logprob in row.top]
-        assert one["logprob"] <= told[0][1]
+        assert entry["logprob"] <= told[0][1]
         assert 0 < sum(math.exp(logprob) for _, logprob in told) <= 1 + 1e-6
     assert joined(server.chunks(**asked), "content") == content
     assert server.chat(**ASKED)["choices"][0]["logprobs"] is None
     bare = server.chat(**ASKED, logprobs=True)["choices"][0]["logprobs"]["content"]
-    assert [one["logprob"] for one in bare] == [one["logprob"] for one in content]
-    assert {len(one["top_logprobs"]) for one in bare} == {0}
+    assert [entry["logprob"] for entry in bare] == [entry["logprob"] for entry in content]
+    assert {len(entry["top_logprobs"]) for entry in bare} == {0}
 
 
 def test_of_a_completion(server: Served, chain: Chain) -> None:
@@ -49,7 +49,7 @@ def test_of_a_completion(server: Served, chain: Chain) -> None:
     asked = {**ASKED, "logprobs": 2}
     choice = server.complete(**asked)["choices"][0]
     told = choice["logprobs"]
-    assert told["token_logprobs"] == [one.logprob for one in expected.logprobs]
+    assert told["token_logprobs"] == [row.logprob for row in expected.logprobs]
     assert len(told["tokens"]) == len(told["top_logprobs"]) == 24
     for token, logprob, top in zip(
         told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
@@ -96,11 +96,11 @@ def test_of_a_prompt(server: Served, chain: Chain) -> None:
     expected = chain.generate(ids, max_new_tokens=2, prompt_logprobs=2).prompt_logprobs
     first, *told = server.chat(max_tokens=2, prompt_logprobs=2)["prompt_logprobs"]
     assert first is None
-    for row, one in zip(expected, told, strict=True):
-        assert one[str(row.token)]["logprob"] == row.logprob
+    for row, entry in zip(expected, told, strict=True):
+        assert entry[str(row.token)]["logprob"] == row.logprob
         for rank, (token, logprob) in enumerate(row.top, 1):
-            assert one[str(token)]["logprob"] == logprob
-            assert one[str(token)]["rank"] == rank
+            assert entry[str(token)]["logprob"] == logprob
+            assert entry[str(token)]["rank"] == rank
     choice = server.complete(prompt=ids, max_tokens=2, prompt_logprobs=2)["choices"][0]
     assert choice["prompt_logprobs"] == [None, *told]
 
@@ -113,7 +113,7 @@ def test_token_ids(server: Served, chain: Chain) -> None:
     assert whole["choices"][0]["token_ids"] == expected.token_ids
     chunks = server.chunks(**ASKED, return_token_ids=True)
     assert chunks[0]["prompt_token_ids"] == ids
-    told = [one for chunk in chunks for one in chunk["choices"][0].get("token_ids", [])]
+    told = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
     assert told == expected.token_ids
     text = server.complete(**ASKED, prompt=ids, return_token_ids=True)["choices"][0]
     assert (text["prompt_token_ids"], text["token_ids"]) == (ids, expected.token_ids)

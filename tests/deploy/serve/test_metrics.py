@@ -15,12 +15,12 @@ def test_counts_agree_with_the_answers(chain: Chain) -> None:
         served.chat(max_tokens=2, logit_bias={str(chain.tokenizer.eos_token_id): 100})
         text = served.get("/metrics")
         assert text.headers["content-type"].startswith("text/plain; version=0.0.4")
-        families = {one.name: one for one in text_string_to_metric_families(text.text)}
+        families = {family.name: family for family in text_string_to_metric_families(text.text)}
         assert all(name.startswith("polybasic:") for name in families)
         assert all(
             sample.labels["model_name"] == "tiny"
-            for one in families.values()
-            for sample in one.samples
+            for family in families.values()
+            for sample in family.samples
         )
         told = [answer["polybasic"] for answer in answers]
         for member in ("intermediate", "draft"):

@@ -72,8 +72,8 @@ def test_extensions_by_extra_body(client: openai.OpenAI) -> None:
     }
     whole = client.chat.completions.create(messages=QUESTION, **SAMPLED, extra_body=extra)
     choice = whole.choices[0]
-    assert {one["member"] for one in choice.polybasic["tokens"]} == {"target"}
-    assert [one["id"] for one in choice.polybasic["tokens"]] == choice.token_ids
+    assert {token["member"] for token in choice.polybasic["tokens"]} == {"target"}
+    assert [token["id"] for token in choice.polybasic["tokens"]] == choice.token_ids
 
 
 def test_many_at_a_time(server: Served, chain: Chain) -> None:

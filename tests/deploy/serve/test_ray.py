@@ -202,7 +202,7 @@ def events(response: httpx2.Response) -> list[dict[str, Any]]:
     sent = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     ended = sent[-1] == "[DONE]"
     assert ended or "error" in json.loads(sent[-1]), sent[-1]
-    return [json.loads(one) for one in (sent[:-1] if ended else sent)]
+    return [json.loads(line) for line in (sent[:-1] if ended else sent)]
 
 
 def streamed(response: httpx2.Response) -> str:
@@ -300,14 +300,14 @@ def test_a_replica_that_is_killed_loses_what_it_was_answering_and_nothing_else(
         while min(running.values(), default=0) == 0:
             submit(LONG)
             running = by_replica(cluster, "num_requests_running")
-            while sum(running.values()) < sum(not one.done() for one in asked):
+            while sum(running.values()) < sum(not future.done() for future in asked):
                 running = by_replica(cluster, "num_requests_running")
         # more than both can take
         for _ in range(2 * ONGOING + 4):
             submit(SHORT)
         by_replica(cluster, "num_requests_running")  # a full replica tells once it is no more
         ray.kill(ray.get_actor(actor_of(max(running, key=lambda name: running[name])), "serve"))
-        responses = [one.result() for one in asked]
+        responses = [future.result() for future in asked]
     loaded, num_lost = load_chain(long_chain), 0
     for n, (length, response) in enumerate(zip(lengths, responses, strict=True)):
         if "replica_lost" in response.text:
@@ -324,6 +324,6 @@ def test_a_replica_that_is_killed_loses_what_it_was_answering_and_nothing_else(
 
 
 def actor_of(replica: str) -> str:
-    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     [found] = [name for name in names if replica in name]
     return str(found)

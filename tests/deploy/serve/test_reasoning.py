@@ -46,7 +46,7 @@ def test_thoughts_are_parted_wherever_the_text_is_cut(
         parted = Reasoning(is_open)
         found = [parted.add(text[:first]), parted.add(text[first:second])]
         found.append(parted.add(text[second:], is_last=True))
-        assert ("".join(one for one, _ in found), "".join(one for _, one in found)) == (
+        assert ("".join(part for part, _ in found), "".join(part for _, part in found)) == (
             thought,
             said,
         )

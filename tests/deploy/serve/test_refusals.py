@@ -188,7 +188,10 @@ def test_many_faults_are_told_by_the_first() -> None:
         (ChatRequest, {"messages": [{}] * 1000}),
         (ChatRequest, {"messages": [{"role": "user", "content": parts}]}),
         (ChatRequest, {"messages": QUESTION, "stop": [1] * 1000}),
-        (ChatRequest, {"messages": QUESTION, "logit_bias": {str(one): "a" for one in range(1000)}}),
+        (
+            ChatRequest,
+            {"messages": QUESTION, "logit_bias": {str(token): "a" for token in range(1000)}},
+        ),
         (DetokenizeRequest, {"tokens": [-1] * 1000}),
         (TokenizeRequest, {"messages": [{}] * 1000}),
     ):

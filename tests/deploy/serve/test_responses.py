@@ -52,8 +52,8 @@ def test_an_answer_is_the_chats(server: Served, client: openai.OpenAI) -> None:
 def test_events_make_the_same(client: openai.OpenAI) -> None:
     whole = client.responses.create(**ASKED, input="Rome?")
     events: list[Any] = list(client.responses.create(**ASKED, input="Rome?", stream=True))
-    assert [one.sequence_number for one in events] == list(range(len(events)))
-    names = [one.type for one in events if not one.type.endswith("delta")]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type for event in events if not event.type.endswith("delta")]
     assert names == [
         "response.created",
         "response.in_progress",
@@ -64,7 +64,7 @@ def test_events_make_the_same(client: openai.OpenAI) -> None:
         "response.output_item.done",
         "response.incomplete",
     ]
-    text = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == whole.output_text == events[-1].response.output_text
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
 
@@ -83,8 +83,8 @@ def test_a_loop_of_tools(server: Served, client: openai.OpenAI) -> None:
     )
     [again] = events[-1].response.output
     assert again.arguments == call.arguments
-    done = [one for one in events if one.type == "response.function_call_arguments.done"]
-    assert [one.arguments for one in done] == [call.arguments]
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert [event.arguments for event in done] == [call.arguments]
     answered: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     user: Any = {"role": "user", "content": "Rome?"}
     found = client.responses.create(**asked, input=[user, call, answered], tool_choice="none")

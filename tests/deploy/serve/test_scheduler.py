@@ -33,10 +33,10 @@ def test_answers_come_in_pieces_and_end() -> None:
             chain.run(10)
             news = await whole(asked)
         texts = ["", ""]
-        for one in news:
-            texts[one.index] += "".join(piece.text for piece in one.pieces)
+        for update in news:
+            texts[update.index] += "".join(piece.text for piece in update.pieces)
         assert texts == ["@AB", "@A"]
-        assert sorted(one.index for one in news if one.statistics) == [0, 1]
+        assert sorted(update.index for update in news if update.statistics) == [0, 1]
         assert asked.is_over
         assert sample(scheduler, "request_success_total", finished_reason="stop") == 2
         assert sample(scheduler, "generation_tokens_total") == 5
@@ -59,7 +59,9 @@ def test_the_first_piece_comes_at_once_and_the_next_ones_together() -> None:
             news = await whole(asked)
             assert len(news) < 100
             assert news[-1].passes == {"target": 300}
-            told = [token for one in news for piece in one.pieces for token in piece.token_ids]
+            told = [
+                token for update in news for piece in update.pieces for token in piece.token_ids
+            ]
             assert told == list(range(65, 364))
 
     run(test())
@@ -78,11 +80,11 @@ def test_the_client_with_the_fewest_running_is_next() -> None:
             chain.run(3)
             await until(lambda: len(chain.begun) == 3)
             # the one that came last is next, and the others follow in their order
-            assert [one.prompt[0] for one in chain.begun] == [3, 4, 50]
+            assert [answer.prompt[0] for answer in chain.begun] == [3, 4, 50]
             chain.run(20)
             for each in many:
                 await whole(each)
-            assert [one.prompt[0] for one in chain.begun] == [3, 4, 50, 5, 6, 7]
+            assert [answer.prompt[0] for answer in chain.begun] == [3, 4, 50, 5, 6, 7]
             scheduler.cancel(modest)
 
     run(test())
@@ -131,7 +133,7 @@ def test_who_gives_up_is_gone_after_one_step() -> None:
             # the step that is under way, and the one of the answer that was waiting
             chain.run(2)
             await whole(last)
-            assert [one.prompt[0] for one in chain.begun] == [99, 1]
+            assert [answer.prompt[0] for answer in chain.begun] == [99, 1]
             assert chain.begun[0].is_closed
             assert len(chain.begun[0].token_ids) == 4
             assert sample(scheduler, "request_success_total", finished_reason="abort") == 2
@@ -183,7 +185,7 @@ def test_a_failing_step_ends_its_answers_and_no_others(caplog) -> None:
 
     with caplog.at_level(logging.ERROR):
         run(test())
-    [record] = [one for one in caplog.records if one.levelno == logging.ERROR]
+    [record] = [logged for logged in caplog.records if logged.levelno == logging.ERROR]
     assert record.request_id == "of a"
     assert "wires crossed" in caplog.text
 

@@ -56,13 +56,13 @@ def test_answers_match(server: Served, field: str, value: Any, pattern: str) -> 
     assert re.fullmatch(pattern, found)
     assert text_of(server, **{field: value}, polybasic={"run": ["target"]}) == found
     parts = server.chunks(temperature=1.0, seed=5, max_tokens=30, **{field: value})
-    assert "".join(one["choices"][0]["delta"].get("content") or "" for one in parts) == found
+    assert "".join(part["choices"][0]["delta"].get("content") or "" for part in parts) == found
 
 
 def test_completions_match_too(server: Served) -> None:
     answers = server.complete(guided_choice=TEXTS, n=3, max_tokens=30, temperature=1.0)["choices"]
-    assert {one["text"] for one in answers} <= {*TEXTS}
-    assert {one["finish_reason"] for one in answers} == {"stop"}
+    assert {answer["text"] for answer in answers} <= {*TEXTS}
+    assert {answer["finish_reason"] for answer in answers} == {"stop"}
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,11 @@ def test_texts_of_tokens_are_the_answers_text(stop: tuple[str, ...]) -> None:
             new = answer.take()
             text += new
             told += shared.add(new, read, ["draft"] * len(read))
-            assert text.startswith("".join(one.text for one in told))
+            assert text.startswith("".join(shown.text for shown in told))
         rest = answer.finish()
         told += shared.add(rest, [], [])
         told += shared.finish()
-        assert "".join(one.text for one in told) == text + rest
-        assert [one.token for one in told] == ids[: len(told)]
+        assert "".join(shown.text for shown in told) == text + rest
+        assert [shown.token for shown in told] == ids[: len(told)]
         whole = TEXT if not stop else TEXT[: TEXT.index(stop[-1])]
         assert text + rest == whole

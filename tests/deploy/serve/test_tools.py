@@ -70,10 +70,12 @@ def test_answers_are_calls_where_they_must_be(server: Served, name: str | None) 
     check(call)
     assert name in (None, call["function"]["name"])
     chunks = server.chunks(**fields)
-    deltas = [one for part in chunks for one in part["choices"][0]["delta"].get("tool_calls", [])]
-    assert [(one["index"], one["function"]) for one in deltas] == [(0, call["function"])]
+    deltas = [
+        delta for part in chunks for delta in part["choices"][0]["delta"].get("tool_calls", [])
+    ]
+    assert [(delta["index"], delta["function"]) for delta in deltas] == [(0, call["function"])]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    assert "".join(one["choices"][0]["delta"].get("content") or "" for one in chunks) == ""
+    assert "".join(part["choices"][0]["delta"].get("content") or "" for part in chunks) == ""
 
 
 def test_parameters_refer_to_their_own_parts(server: Served) -> None:
@@ -119,9 +121,9 @@ def test_several_calls_are_numbered(server: Served) -> None:
             check(call)
         chunks = server.chunks(**fields)
         deltas = [
-            one for part in chunks for one in part["choices"][0]["delta"].get("tool_calls", [])
+            delta for part in chunks for delta in part["choices"][0]["delta"].get("tool_calls", [])
         ]
-        assert [one["index"] for one in deltas] == list(range(len(calls)))
+        assert [delta["index"] for delta in deltas] == list(range(len(calls)))
         numbers.append(len(calls))
     assert max(numbers) > 1
 

@@ -87,7 +87,7 @@ def test_a_plan_may_leave_the_chain_as_it_is(
     assert json.loads(out.read_text()) == json.loads(printed)
     assert [(path, path.stat().st_mtime_ns) for path in sorted(tiny_chain.rglob("*"))] == before
     assert call("plan", tiny_chain, "--json")[0] == 0
-    assert [one.hardware for one in read_manifest(tiny_chain).plans] == ["here"]
+    assert [recorded.hardware for recorded in read_manifest(tiny_chain).plans] == ["here"]
 
 
 def test_planning_before_is_announced_and_can_be_left_out(
@@ -131,7 +131,7 @@ def test_planning_on_a_part_of_the_prompts(
     assert json.loads(printed)["plan"]["rule"] == "block"
     assert len(asked[0]) == 2
     report = json.loads(printed)
-    assert [one["question_id"] for one in report["prompts"]] == ["2", "3", "5", "6"]
+    assert [prompt["question_id"] for prompt in report["prompts"]] == ["2", "3", "5", "6"]
     assert {json.loads(line)["question_id"] for line in asked[0]} == {"1", "4"}
     prompts.write_text(json.dumps({"prompt": "w1"}))
     line = refusal("bench", planned, "--plan-here", "--no-plan")

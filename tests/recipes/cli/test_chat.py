@@ -105,7 +105,7 @@ def test_a_conversation_is_reset_and_saved(say: Any, tiny_chain: Path, tmp_path:
     assert len(list(path.parent.iterdir())) == 1
     [row] = read_rows(str(path))
     assert isinstance(row, dict)
-    assert [one["content"] for one in row["messages"]] == ["w1 w2", "w5", first]
+    assert [message["content"] for message in row["messages"]] == ["w1 w2", "w5", first]
     assert second not in out
 
 
@@ -176,7 +176,7 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(tiny_chain: Path) -
     text = "".join(shown)
     assert 5 <= len(shown) < 8
     assert whole.startswith(text)
-    assert [one["content"] for one in conversation.turns] == ["w1", text]
+    assert [turn["content"] for turn in conversation.turns] == ["w1", text]
     assert not conversation.costs
     assert list(conversation.answer("w5", lambda: True)) == []
     assert len(conversation.turns) == 2, "a question that was stopped at once is not kept"
@@ -276,7 +276,7 @@ def test_control_c_stops_the_answer_and_leaves_at_the_prompt(
     assert "\x1b" not in terminal.wait("1 answer by target: 3 tokens")
     terminal.wait("> ")
     [kept] = json.loads((tmp_path / "saved.json").read_text("utf-8"))
-    assert [one["value"] for one in kept["conversations"]][:3] == ["w5 w9", answer, "w1"]
+    assert [turn["value"] for turn in kept["conversations"]][:3] == ["w5 w9", answer, "w1"]
     assert begun.replace("^C", "") == kept["conversations"][3]["value"]
     assert len(begun.split()) < 40
     for leaves in (False, True):

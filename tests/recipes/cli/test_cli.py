@@ -455,8 +455,8 @@ def test_plan_measures_writes_and_explains(chain: Path, tmp_path: Path) -> None:
     assert out.startswith("Run target")
     assert f"next: polybasic bench {chain}" in err.splitlines()[-1]
     measured = json.loads(measurements.read_text("utf-8"))
-    assert [one["rules"] for one in measured] == [["coupled"], ["block", "token"]]
-    assert {len(one["traces"]) for one in measured} == {6}
+    assert [entry["rules"] for entry in measured] == [["coupled"], ["block", "token"]]
+    assert {len(entry["traces"]) for entry in measured} == {6}
     code, out, err = call("plan", chain, *options, "--rule", "token")
     assert code == 0, err
     assert "rule token: no other was to be compared" in " ".join(out.split())

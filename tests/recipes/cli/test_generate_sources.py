@@ -87,10 +87,10 @@ def test_a_file_of_prompts_is_answered_and_gone_on_with(
     assert "answered 1 prompt;" in err
     assert answered == ["w5", "w7"], "the second one's answer was kept"
     monkeypatch.undo()
-    assert [one["answers"] for one in answers_in(out)] == [
+    assert [row["answers"] for row in answers_in(out)] == [
         [answer_to(text, tiny_chain)] for text in texts
     ]
-    assert [one["prompts"] for one in answers_in(out)] == [[text] for text in texts]
+    assert [row["prompts"] for row in answers_in(out)] == [[text] for text in texts]
     assert not partial.exists()
     assert f"answers are there: {out}" in refusal(*asked, *SHORT)
 

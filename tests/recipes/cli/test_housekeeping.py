@@ -36,13 +36,13 @@ def test_the_cache_is_listed_and_cleared_of_what_is_ours(cache: Path, monkeypatc
     ]
     assert "hf cache ls" in err
     found = json.loads(call("cache", "ls", "--json")[1])
-    assert [one["num_bytes"] for one in found] == [1000, 1000, 1000]
+    assert [entry["num_bytes"] for entry in found] == [1000, 1000, 1000]
 
     line = refusal("cache", "clear")
     assert line.startswith("error: no terminal to ask on: Remove 3 files (3.0 kB) of kernels/, pro")
     assert len(list(cache.rglob("*.*"))) == 4
     assert call("cache", "clear", "--yes")[0] == 0
-    assert [one.name for one in sorted(cache.rglob("*")) if one.is_file()] == ["my.txt", "own"]
+    assert [path.name for path in sorted(cache.rglob("*")) if path.is_file()] == ["my.txt", "own"]
     assert "nothing to remove" in call("cache", "clear")[2]
 
 
@@ -110,4 +110,4 @@ def test_warmup_answers_with_all_members_and_with_the_target_alone(tiny_chain: P
     ]
     assert "warm after" in err
     content = json.loads(call("warmup", tiny_chain, "--context-tokens", 128, "--json")[1])
-    assert content["seconds"] >= sum(one["seconds"] for one in content["steps"])
+    assert content["seconds"] >= sum(step["seconds"] for step in content["steps"])

@@ -64,9 +64,9 @@ def test_a_collector_gets_an_object_a_line(talkative, words: tuple[str, ...]) ->
     code, out, err = call(*words)
     assert (code, out) == (1, "")
     found = objects(err)
-    assert all(list(one)[:4] == ["time", "level", "logger", "message"] for one in found)
+    assert all(list(entry)[:4] == ["time", "level", "logger", "message"] for entry in found)
     assert "_marked_at" not in err
-    said = [(one["level"], one["message"]) for one in found]
+    said = [(entry["level"], entry["message"]) for entry in found]
     assert said[:3] == [
         ("info", "it is chosen"),
         ("info", "two lines,\nthe second"),
@@ -94,7 +94,7 @@ def test_without_the_option_nothing_is_json(talkative) -> None:
 
 def test_levels_leave_out_what_is_below_them(talkative) -> None:
     found = objects(call("--log-json", "--log-level=error", *_SHOW)[2])
-    assert [one["level"] for one in found] == ["error"]
+    assert [entry["level"] for entry in found] == ["error"]
     with pytest.warns(UserWarning, match="deprecated"):
         err = call("-v", *_SHOW)[2]
     assert " info    it is chosen\n" in err
@@ -113,8 +113,8 @@ def test_errors_of_input_and_of_usage_are_objects(tmp_path: Path) -> None:
 def test_a_loaded_chain_is_logged(tiny_chain: Path) -> None:
     code, out, err = call("generate", tiny_chain, "-p", "Hi", "--max-new-tokens", 1, "--log-json")
     assert (code, bool(out)) == (0, True)
-    messages = [one["message"] for one in objects(err)]
-    assert any(one.startswith(f"loaded {tiny_chain} in ") for one in messages)
+    messages = [entry["message"] for entry in objects(err)]
+    assert any(message.startswith(f"loaded {tiny_chain} in ") for message in messages)
     assert "tokens/s" in messages[-1]
 
 

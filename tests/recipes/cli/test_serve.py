@@ -146,10 +146,10 @@ def test_sigterm_lets_answers_end_and_tells_the_others(tiny_chain: Path, tmp_pat
         with (
             client,
             ThreadPoolExecutor(2) as pool,
-            client.stream("POST", path, json=short, headers={"X-Request-Id": "short"}) as one,
+            client.stream("POST", path, json=short, headers={"X-Request-Id": "short"}) as response,
             client.stream("POST", path, json=long, headers={"X-Request-Id": "long"}) as other,
         ):
-            for name, answer in (("short", one), ("long", other)):
+            for name, answer in (("short", response), ("long", other)):
                 pool.submit(read, name, answer.iter_lines())
             named = client.get("/v1/models", headers={"Host": "example.org"})
             assert named.status_code == 200, "who has a key may use any name"
@@ -166,7 +166,7 @@ def test_sigterm_lets_answers_end_and_tells_the_others(tiny_chain: Path, tmp_pat
     for expected in ("as mine: target", "plan: target <- intermediate <- draft", "memory: "):
         assert any(expected in line for line in lines)
     logged = [json.loads(line) for line in lines if line.startswith("{")]
-    told = {one.get("request_id"): one for one in logged}
+    told = {entry.get("request_id"): entry for entry in logged}
     assert told["long"]["status"] == told["short"]["status"] == 200
     assert told["short"]["completion_tokens"] == 12
     assert told["long"]["completion_tokens"] < 120
@@ -192,11 +192,11 @@ def test_a_copy_of_the_chains_folder_alone_is_served_elsewhere_to_another_user(
         shutil.rmtree(run)
         shutil.rmtree(models)
         given = elsewhere, elsewhere / "chain", "--dtype", "float32", "--max-num-seqs", 2
-        with served(tmp_path / "log.txt", *given, by=serve_as_nobody) as (url, one):
+        with served(tmp_path / "log.txt", *given, by=serve_as_nobody) as (url, process):
             answer = httpx2.post(f"{url}/v1/completions", json=asked, timeout=30).json()
             if os.geteuid() == 0:
-                assert f"Uid:\t{NOBODY}\t" in Path(f"/proc/{one.pid}/status").read_text()
-            os.kill(one.pid, signal.SIGTERM)
+                assert f"Uid:\t{NOBODY}\t" in Path(f"/proc/{process.pid}/status").read_text()
+            os.kill(process.pid, signal.SIGTERM)
         assert answer["choices"][0]["text"] == expected.text
         line = refusal("serve", elsewhere / "referring", "--port", 0)
         assert line.startswith("error: target is not there: ")

@@ -14,7 +14,9 @@ def test_every_command_on_a_chain_takes_a_target_from_where_it_lies(
 ) -> None:
     commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     options = {
-        name: {option for one in command.params for option in (one.name, *one.opts)}
+        name: {
+            option for parameter in command.params for option in (parameter.name, *parameter.opts)
+        }
         for name, command in commands.items()
     }
     reading = {name for name, names in options.items() if "chain" in names}

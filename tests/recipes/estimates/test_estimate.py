@@ -224,16 +224,16 @@ def test_the_profile_at_hand_trains_as_this_processor_does() -> None:
 def test_processes_share_the_steps_and_zero3_the_target(tmp_path: Path) -> None:
     write_config(tmp_path, "lmsys/vicuna-7b-v1.5")
     given = (f"target.model={tmp_path / 'lmsys--vicuna-7b-v1.5'}", "train.num_steps=20000")
-    one = rows_of(tmp_path, *given)["draft"]
+    single = rows_of(tmp_path, *given)["draft"]
     four = rows_of(tmp_path, *given, "train.num_processes=4")["draft"]
     sharded = rows_of(tmp_path, *given, "train.num_processes=4", "train.zero_stage=3")["draft"]
-    assert four.seconds == pytest.approx(one.seconds / 4, rel=0.02)
+    assert four.seconds == pytest.approx(single.seconds / 4, rel=0.02)
     saved = four.memory_bytes - sharded.memory_bytes
     # lm_head stays whole, and a layer is gathered for its pass
     assert saved == pytest.approx(
         2 * (0.75 * 32 * 202_383_360 - 202_383_360 + 32000 * 4096), rel=0.01
     )
-    assert (one.num_ranks, sharded.num_ranks) == (1, 4)
+    assert (single.num_ranks, sharded.num_ranks) == (1, 4)
     assert sharded.other_rank_bytes == sharded.memory_bytes
 
 
@@ -244,16 +244,16 @@ def test_a_chain_is_divided_over_devices(tmp_path: Path) -> None:
         given = f"bench.tensor_parallel={num}", "bench.systems=[target, polybasic]"
         return rows_of(tmp_path, f"target.model={model}", *given, hardware="8xh100-80gb")["report"]
 
-    one, four, eight = report(1), report(4), report(8)
+    single, four, eight = report(1), report(4), report(8)
     # 80 layers of 855,638,016 weights in bfloat16 and 4 bits, and two output projections; two
     # embeddings are whole everywhere; the process, caches and the rest
     embedding = 2 * 128256 * 8192
     divided = 80 * 855_638_016 * (2 + 0.5 + 2.5 / 128) + 2 * embedding
     assert eight.other_rank_bytes == pytest.approx(0.7e9 + 1.15 * (divided / 8 + 2 * embedding))
-    assert one.memory_bytes - four.memory_bytes == pytest.approx(1.15 * divided * 3 / 4)
-    assert four.memory_bytes < 80e9 < one.memory_bytes
-    assert eight.seconds < four.seconds < one.seconds
-    assert (one.num_ranks, eight.num_ranks) == (1, 8)
+    assert single.memory_bytes - four.memory_bytes == pytest.approx(1.15 * divided * 3 / 4)
+    assert four.memory_bytes < 80e9 < single.memory_bytes
+    assert eight.seconds < four.seconds < single.seconds
+    assert (single.num_ranks, eight.num_ranks) == (1, 8)
     told = r"key/value heads: bench.tensor_parallel = 3, heads 8; use 1 or 2 or 4 or 8$"
     with pytest.raises(UserError, match=told):
         report(3)
@@ -395,14 +395,14 @@ def test_the_bytes_of_a_copy_are_those_of_its_groups(tmp_path: Path) -> None:
 
     write_intermediate(tmp_path / "int4", tmp_path / "model", 64)
     tensors = load_tensors(tmp_path / "int4")
-    assert num_bytes() == pytest.approx(sum(one.nbytes for one in tensors.values()), rel=0.01)
+    assert num_bytes() == pytest.approx(sum(tensor.nbytes for tensor in tensors.values()), rel=0.01)
     small = shape_of_small(
         load_recipe("llama31-8b-four", [f"small.model={tmp_path / 'model'}", "quantize=null"])
     )
     round_to_blocks(tmp_path / "model", tmp_path / "blocks")
     stored = stored_tensors(tmp_path / "blocks").values()
     assert small is not None
-    assert small.num_int4_bytes == pytest.approx(sum(one.nbytes for one in stored), rel=0.01)
+    assert small.num_int4_bytes == pytest.approx(sum(tensor.nbytes for tensor in stored), rel=0.01)
     assert num_bytes() == num_bytes("quantize.group_size=64") < num_bytes("quantize.group_size=32")
 
 

@@ -124,8 +124,8 @@ def greedy(target: Path, token_ids: list[int], max_new_tokens: int) -> list[int]
 
 def answers_of(lone: LoneTarget, asked: list[tuple[list[int], int, Sampling]]) -> list[Running]:
     """Answers to (prompt, new tokens, sampling), made at the same time."""
-    made = [lone.begin(*one) for one in asked]
-    while not all(one.is_over for one in made):
+    made = [lone.begin(*request) for request in asked]
+    while not all(running.is_over for running in made):
         lone.step()
     return made
 
@@ -172,7 +172,7 @@ def test_draws_are_those_of_the_seed_however_many_are_made(target: Path, sequenc
             running.close()
     assert sampled[0] == sampled[1] != sampled[2]
     alone = LoneTarget(target, target, 400)
-    assert [tokens_of(one) for one in answers_of(alone, asked[:1])] == sampled[:1]
+    assert [tokens_of(running) for running in answers_of(alone, asked[:1])] == sampled[:1]
 
 
 def test_answers_at_a_time_are_no_more_than_memory_has_caches_for(
@@ -263,10 +263,10 @@ def test_copies_learn_from_the_answers(target: Path, tmp_path: Path) -> None:
     for answered, ready in zip(again, ready_made, strict=True):
         texts = [[tokenizer.decode(row) for row in rows] for rows in (answered, ready)]
         assert len(texts[0]) == len(texts[1]) > 0
-        for one, other in zip(*texts, strict=True):
-            assert one.splitlines()[:2] == other.splitlines()[:2]  # the same first question
+        for text, other in zip(*texts, strict=True):
+            assert text.splitlines()[:2] == other.splitlines()[:2]  # the same first question
             assert "ready-made" in other
-            assert "ready-made" not in one
+            assert "ready-made" not in text
 
 
 def test_a_run_goes_on_where_its_server_failed(target: Path, tmp_path: Path) -> None:

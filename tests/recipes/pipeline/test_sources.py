@@ -100,7 +100,9 @@ def test_own_conversations_are_what_plan_and_report_ask_about(tmp_path: Path) ->
     workspace = data_stage(tmp_path, f"data.conversations={tmp_path / 'chats.json'}")
     data = workspace.folder("data")
     names = (PLAN_PROMPTS_NAME, PROMPTS_NAME)
-    plan, bench = ({one.turns[0] for one in read_questions(data / name)} for name in names)
+    plan, bench = (
+        {question.turns[0] for question in read_questions(data / name)} for name in names
+    )
     assert len(plan) == len(bench) == 3
     assert not plan & bench
     assert plan | bench <= {f"{n}?" for n in range(20)}
@@ -135,8 +137,8 @@ def test_shipped_prompts_are_held_out_ones_which_plan_and_report_share(tmp_path:
     ):
         assert (source.shown, source.is_kept, source.file) == ("shipped", True, None)
         questions = read_questions(source.write(tmp_path / "prompts.jsonl"))
-        asked.append({one.turns[0] for one in questions})
-        assert len({one.task for one in questions}) == 8
+        asked.append({question.turns[0] for question in questions})
+        assert len({question.task for question in questions}) == 8
         assert not asked[-1] & learned
     bench, plan, again = asked
     assert again == bench
@@ -154,7 +156,7 @@ def test_what_heads_learned_of_the_shipped_conversations_is_not_asked(tmp_path: 
     learned = {messages[0]["content"] for messages in training["messages"]}
     questions = read_questions(source.write(tmp_path / "prompts.jsonl"))
     assert questions
-    assert not {one.turns[0] for one in questions} & learned
+    assert not {question.turns[0] for question in questions} & learned
 
 
 def test_the_data_stage_keeps_downloaded_prompts(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_presets_make_a_recipe_shorter_or_longer(name: str) -> None:
         load_recipe(name, preset_overrides(name, preset)) for preset in PRESETS
     )
     assert normal == load_recipe(name)
-    steps = [one.train.num_steps for one in (quick, normal, thorough)]
+    steps = [recipe.train.num_steps for recipe in (quick, normal, thorough)]
     assert steps == [normal.train.num_steps // 10, normal.train.num_steps, 4 * steps[1]]
     assert quick.bench.num_prompts_per_task < thorough.bench.num_prompts_per_task
     assert quick.target == normal.target == thorough.target

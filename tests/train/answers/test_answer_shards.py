@@ -82,9 +82,11 @@ def all_answered(folder: Path, count: int, **given: Any) -> tuple[bytes, bytes]:
 
 
 def test_any_number_of_processes_writes_the_same(tmp_path: Path) -> None:
-    one, two, three, many = (all_answered(tmp_path / f"{n}", n) for n in (1, 2, 3, NUM + 5))
-    assert one == two == three == many
-    assert one[0] != all_answered(tmp_path / "other", 1, seed=1)[0], "answers follow from the seed"
+    single, two, three, many = (all_answered(tmp_path / f"{n}", n) for n in (1, 2, 3, NUM + 5))
+    assert single == two == three == many
+    assert single[0] != all_answered(tmp_path / "other", 1, seed=1)[0], (
+        "answers follow from the seed"
+    )
     for count in (1, 2, 3):
         found = json.loads((tmp_path / f"{count}" / "out" / MANIFEST_NAME).read_text())
         shards = found.pop("shards")

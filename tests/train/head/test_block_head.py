@@ -186,8 +186,10 @@ def test_the_loss_compares_each_position_with_its_own_token(lm_head: LmHead) -> 
     assert torch.allclose(found.total, total, atol=1e-4)
     head.zero_grad()
     found.total.backward()
-    parameters = [one for one in head.named_parameters() if one[1].grad is not None]
-    gradients = {name: one.grad.clone() for name, one in parameters if one.grad is not None}
+    parameters = [pair for pair in head.named_parameters() if pair[1].grad is not None]
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None
+    }
     head.zero_grad()
     total.backward()
     assert {"markov_in", "markov_out", "place_features"} <= set(gradients)

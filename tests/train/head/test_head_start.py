@@ -79,17 +79,17 @@ def run(head, seed=3):
 
 
 def test_random_head_is_a_function_of_the_seed_and_shares_the_embedding(embedding):
-    one, same, other = (
+    head, same, other = (
         new_head(SMALL_SHAPE, embedding, SETTINGS, seed, None, None) for seed in (0, 0, 1)
     )
-    assert one.embed_tokens.weight.data_ptr() == embedding.data_ptr()
-    assert torch.equal(one.fc.weight, same.fc.weight)
-    assert not torch.equal(one.fc.weight, other.fc.weight)
+    assert head.embed_tokens.weight.data_ptr() == embedding.data_ptr()
+    assert torch.equal(head.fc.weight, same.fc.weight)
+    assert not torch.equal(head.fc.weight, other.fc.weight)
     settings = SETTINGS.model_copy(update={"dtype": "bfloat16"})
     half = new_head(SMALL_SHAPE, embedding, settings, 0, None, None)
     assert half.embed_tokens.weight.dtype == torch.bfloat16
     assert half.fc.weight.dtype == torch.float32, "masters are made of these"
-    assert set(trained_weights(one)) == {*MATRICES, NORM}
+    assert set(trained_weights(head)) == {*MATRICES, NORM}
 
 
 def test_ready_head_keeps_its_weights_shape_and_biases(embedding, ready):

@@ -162,8 +162,8 @@ def test_loss_and_gradient_equal_plain_autograd(monkeypatch, chunk_tokens, softc
     arguments = IS_LABEL, weighing(token=0.5)
     loss = unrolled_loss(outputs, states, lm_head, lm_head, *arguments, eager=eager)
     torch.testing.assert_close(loss.total, total)
-    for one, other in zip(torch.autograd.grad(loss.total, outputs), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for gradient, other in zip(torch.autograd.grad(loss.total, outputs), expected, strict=True):
+        torch.testing.assert_close(gradient, other)
     plain = unrolled_loss(outputs, states, uncapped, uncapped, *arguments, eager=eager)
     assert torch.equal(plain.total, loss.total) == (softcap is None)
 
@@ -199,14 +199,16 @@ def test_twins_are_equal_in_value_and_gradient(monkeypatch, name, dtype, softcap
     for field in ("total", "feature", "token", "agreement", "acceptance"):
         torch.testing.assert_close(getattr(loss, field), getattr(expected, field))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # of the largest entry
-    for one, other in zip(gradients, expected_gradients, strict=True):
-        assert one.dtype == dtype
-        assert (one - other).abs().max() <= tolerance * other.abs().max()
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        assert gradient.dtype == dtype
+        assert (gradient - other).abs().max() <= tolerance * other.abs().max()
         assert other.abs().max() > 1e-3
     another = "reverse_kl" if name == "total_variation" else "total_variation"
     _, others = value_and_gradients(another, dtype, softcap, drafted, eager=False)
-    for one, other in zip(gradients, others, strict=True):
-        assert (one - other).abs().max() > 0.05 * other.abs().max(), "another loss, another slope"
+    for gradient, other in zip(gradients, others, strict=True):
+        assert (gradient - other).abs().max() > 0.05 * other.abs().max(), (
+            "another loss, another slope"
+        )
 
 
 def test_gradient_of_the_weight_is_summed_in_float32(monkeypatch):
@@ -222,8 +224,8 @@ def test_gradient_of_the_weight_is_summed_in_float32(monkeypatch):
         loss = unrolled_loss([output], state, teacher, student, is_label, weighing())
         return torch.autograd.grad(loss.total, student.weight)[0]
 
-    one = of(1)
-    assert (of(600) - one).abs().max() < 0.02 * one.abs().max()
+    single = of(1)
+    assert (of(600) - single).abs().max() < 0.02 * single.abs().max()
 
 
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
@@ -357,8 +359,8 @@ def test_shares_of_a_batch_average_to_the_batch(name):
         torch.testing.assert_close(sum(parts) / 3, getattr(whole, field))
     learned = [*outputs, student.weight]
     expected = torch.autograd.grad(whole.total, learned)
-    for one, other in zip(torch.autograd.grad(mean, learned), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for gradient, other in zip(torch.autograd.grad(mean, learned), expected, strict=True):
+        torch.testing.assert_close(gradient, other)
     alone = sum(share(slice(row, row + 1)).total for row in range(3)) / 3
     assert not torch.isclose(alone, whole.total), "means of shares by themselves are another loss"
 

@@ -166,7 +166,7 @@ def test_served_heads_draft_what_the_module_computes(
         head = head_with_merged_lora(head)
     states, roots = torch.randn(3, 32), torch.tensor([4, 9, 30])
     read = served.forward(roots, [[]], [consecutive_rows(0, 3)], served.features(states))
-    requests = [DraftRequest(one[None], [], 0, PLACES, 1) for one in read]
+    requests = [DraftRequest(row[None], [], 0, PLACES, 1) for row in read]
     for candidates, state, root in zip(
         served.drafts(requests), states, roots.tolist(), strict=True
     ):

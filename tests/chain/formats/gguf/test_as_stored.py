@@ -74,21 +74,21 @@ def in_blocks(folder: Path, kind: str, family: str = "llama2", **changes: Any) -
 def rewrite(file: Path, kind_of: Callable[[str], str]) -> None:
     """Put each matrix of a file into random blocks of the type that its name gets."""
     generator = torch.Generator().manual_seed(0)
-    for one in gguf.GGUFReader(file).tensors:
-        if len(one.shape) == 2:
-            kind, (in_size, out_size) = kind_of(one.name), map(int, one.shape)
+    for tensor in gguf.GGUFReader(file).tensors:
+        if len(tensor.shape) == 2:
+            kind, (in_size, out_size) = kind_of(tensor.name), map(int, tensor.shape)
             rows = random_rows(generator, kind, out_size, in_size)
-            replaced(file, one.name, rows.numpy(), Type[kind])
+            replaced(file, tensor.name, rows.numpy(), Type[kind])
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_every_byte_of_a_matrix_is_kept(kind: str, tmp_path: Path) -> None:
     file, folder = stored(tmp_path / "model", kind, "qwen2")
-    theirs = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     ours = read_tensors(folder / "model.safetensors")
     name = f"model.layers.1.mlp.down_proj.weight.{kind}"
     assert np.array_equal(ours[name].numpy(), theirs["blk.1.ffn_down.weight"].data)
-    assert {typed_name(one)[1] for one in ours} == {BLOCK_TYPES[kind], None}
+    assert {typed_name(key)[1] for key in ours} == {BLOCK_TYPES[kind], None}
     headers, dense = tensor_headers(folder), imported(file)
     assert num_parameters(headers) == num_parameters(tensor_headers(dense))
     check_shapes("decoder", folder, read_config(folder).decoder)
@@ -105,7 +105,7 @@ def test_a_file_is_written_again_as_it_was(kind: str, family: str, tmp_path: Pat
     file, folder = stored(tmp_path / "model", kind, family)
     write_gguf(folder, tmp_path / "again.gguf")
     theirs, ours = (
-        {one.name: one for one in gguf.GGUFReader(path).tensors}
+        {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
         for path in (file, tmp_path / "again.gguf")
     )
     assert ours.keys() == theirs.keys()
@@ -113,7 +113,9 @@ def test_a_file_is_written_again_as_it_was(kind: str, family: str, tmp_path: Pat
         assert ours[name].tensor_type == tensor.tensor_type
         assert np.array_equal(ours[name].data, tensor.data)
     write_gguf(folder, tmp_path / "dense.gguf", matrices="F32")
-    (dense,) = (one for one in gguf.GGUFReader(tmp_path / "dense.gguf").tensors if one.name == UP)
+    (dense,) = (
+        tensor for tensor in gguf.GGUFReader(tmp_path / "dense.gguf").tensors if tensor.name == UP
+    )
     assert np.array_equal(dense.data, gguf.quants.dequantize(theirs[UP].data, Type[kind]))
 
 
@@ -162,7 +164,7 @@ def test_a_smaller_file_below_has_five_bits_a_weight_at_most(
     file = in_blocks(tmp_path / "model", "Q4_K", "qwen2")
     small = in_blocks(tmp_path / "small", stored_in, "qwen2", num_hidden_layers=1)
     chain = load_chain(chain_beside(str(file), str(small)))
-    assert [(one.kind, one.dtype) for one in chain.manifest.members] == [
+    assert [(member.kind, member.dtype) for member in chain.manifest.members] == [
         ("decoder", "Q4_K"),
         ("decoder", runs_in),
     ]
@@ -178,7 +180,7 @@ def test_a_smaller_file_below_has_five_bits_a_weight_at_most(
     settings = [f"small.model={small}", "train.kind=none", "quantize=null"]
     workspace = Workspace(load_recipe("llama31-8b-four", settings), tmp_path / "out")
     model_stages._write_in_few_bits(workspace, imported(small), tmp_path / "made")
-    made, own = (stored_tensors(one) for one in (tmp_path / "made", chain.folder / "small"))
+    made, own = (stored_tensors(path) for path in (tmp_path / "made", chain.folder / "small"))
     assert made.keys() == own.keys()
     assert all(torch.equal(made[name], own[name]) for name in own if ".Q4_" in name)
 
@@ -201,15 +203,15 @@ def test_llama_cpp_is_measured_on_the_same_blocks(tmp_path: Path) -> None:
     chain = load_chain(file)
     assert weight_type(chain) == "Q4_1"
     modes = systems._llama_modes(chain, Path("python"), tmp_path)
-    assert [(one.name, one.weights) for one in modes] == [
+    assert [(mode.name, mode.weights) for mode in modes] == [
         ("llama.cpp", ""),
         ("llama.cpp lookup", ""),
     ]
-    (path,) = {path for one in modes for path in one.files}
-    kinds = {one.tensor_type for one in gguf.GGUFReader(path).tensors}
+    (path,) = {path for mode in modes for path in mode.files}
+    kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors}
     assert kinds == {Type.F32, Type.Q4_1}
     exported = export_gguf(chain.folder, out=tmp_path / "exported")
-    assert [one.name for one in exported.files.values()] == ["target-Q4_1.gguf"]
+    assert [output.name for output in exported.files.values()] == ["target-Q4_1.gguf"]
     with pytest.raises(UserError, match="reads no such weights: Q4_1"):
         systems._openvino_modes(chain, Path("python"), tmp_path)
     assert weight_type(load_chain(file, dtype="bfloat16", device="cpu")) == "Q4_1"
@@ -253,8 +255,8 @@ def test_a_file_has_several_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert chain.manifest.members[0].dtype == weight_type(chain) == "Q4_K"
     write_gguf(folder, tmp_path / "again.gguf")
     theirs, ours = (gguf.GGUFReader(path).tensors for path in (file, tmp_path / "again.gguf"))
-    types = {one.name: one.tensor_type for one in theirs}
-    assert {one.name: one.tensor_type for one in ours} == types
+    types = {tensor.name: tensor.tensor_type for tensor in theirs}
+    assert {tensor.name: tensor.tensor_type for tensor in ours} == types
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "Q3_K"])
@@ -271,7 +273,7 @@ def test_a_file_with_other_blocks_is_dequantized(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
 def test_constants_that_are_no_numbers_are_refused(kind: str, tmp_path: Path) -> None:
     file, blocks = in_blocks(tmp_path / "model", kind, "qwen2"), BLOCK_TYPES[kind]
-    (tensor,) = (one for one in gguf.GGUFReader(file).tensors if one.name == DOWN)
+    (tensor,) = (candidate for candidate in gguf.GGUFReader(file).tensors if candidate.name == DOWN)
     data = np.array(tensor.data)
     data.reshape(-1, blocks.num_bytes)[-1, blocks.constants] = 0xFF
     replaced(file, DOWN, data, Type[kind])

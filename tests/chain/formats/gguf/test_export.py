@@ -52,8 +52,8 @@ def chain(tiny_chain_parts: ChainParts, tmp_path: Path) -> Path:
 def values_of(path: Path) -> dict[str, np.ndarray]:
     """Tensors of a file as float32."""
     return {
-        one.name: gguf.quants.dequantize(one.data, one.tensor_type)
-        for one in gguf.GGUFReader(path).tensors
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        for tensor in gguf.GGUFReader(path).tensors
     }
 
 
@@ -107,7 +107,7 @@ def test_the_copy_in_4_bits_moves_by_less_than_a_hundredth_of_a_step(
     for name, theirs in (("mlp.down_proj", "ffn_down"), ("self_attn.o_proj", "attn_output")):
         stem = f"model.layers.0.{name}"
         weight = QuantizedWeight.unpack(
-            *(stored[f"{stem}.{one}"] for one in ("qweight", "qzeros", "scales"))
+            *(stored[f"{stem}.{part}"] for part in ("qweight", "qzeros", "scales"))
         )
         theirs = {
             "mlp.down_proj": "ffn_down",
@@ -277,7 +277,7 @@ def test_ids_alone_need_no_tokenizer(tiny_target: Path) -> None:
     file = tiny_target / "model.gguf"
     write_gguf(tiny_target, file, matrices="Q4_0", stop=[7, 5])
     assert field(file, "tokenizer.ggml.eos_token_id") == 5
-    kinds = {one.name: one.tensor_type.name for one in gguf.GGUFReader(file).tensors}
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
     assert kinds["blk.0.ffn_up.weight"] == kinds["output.weight"] == "Q4_0"
     assert kinds["output_norm.weight"] == "F32"
 

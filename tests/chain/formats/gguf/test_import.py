@@ -93,7 +93,7 @@ def test_rows_of_queries_and_keys_are_put_back(tmp_path: Path) -> None:
     """By the permutation of llama.cpp's converter, written here once more."""
     file = written(tmp_path / "model", "llama2")
     stored, config = load_tensors(file.parent), read_config(file.parent).decoder
-    theirs = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     for part, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
         weight = stored[f"model.layers.0.self_attn.{part}_proj.weight"].numpy()
         shape = (num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
@@ -148,11 +148,11 @@ def replaced(file: Path, name: str, data: np.ndarray, kind: Type) -> None:
     other = file.with_name("other.gguf")
     writer = gguf.GGUFWriter(other, reader.get_field("general.architecture").contents())
     copy_keys(reader, writer)
-    for one in reader.tensors:
-        if one.name == name:
+    for tensor in reader.tensors:
+        if tensor.name == name:
             writer.add_tensor(name, data, raw_dtype=kind)
         else:
-            writer.add_tensor(one.name, np.array(one.data), raw_dtype=one.tensor_type)
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
     finish(writer)
     other.replace(file)
 
@@ -160,11 +160,11 @@ def replaced(file: Path, name: str, data: np.ndarray, kind: Type) -> None:
 def copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, **changes: Any) -> None:
     """Keys of a file, some with other values (dots as __); None leaves one out."""
     changes = {name.replace("__", "."): value for name, value in changes.items()}
-    for key, one in reader.fields.items():
+    for key, entry in reader.fields.items():
         if key.startswith("GGUF.") or key == "general.architecture" or changes.get(key, 0) is None:
             continue
-        value = changes.get(key, one.contents())
-        writer.add_key_value(key, value, one.types[0], one.types[-1])
+        value = changes.get(key, entry.contents())
+        writer.add_key_value(key, value, entry.types[0], entry.types[-1])
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
@@ -180,8 +180,8 @@ def changed(file: Path, name: str = "changed.gguf", **changes: Any) -> Path:
     other = file.with_name(name)
     writer = gguf.GGUFWriter(other, reader.get_field("general.architecture").contents())
     copy_keys(reader, writer, **changes)
-    for one in reader.tensors:
-        writer.add_tensor(one.name, np.array(one.data), raw_dtype=one.tensor_type)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
     finish(writer)
     return other
 
@@ -227,7 +227,7 @@ def test_digits_are_split_where_the_file_says_so(tmp_path: Path) -> None:
         "smollm"
     )
     content = json.loads((imported(tmp_path / "model.gguf") / "tokenizer.json").read_text())
-    assert [one["type"] for one in content["pre_tokenizer"]["pretokenizers"]] == [
+    assert [step["type"] for step in content["pre_tokenizer"]["pretokenizers"]] == [
         "Split",
         "Split",
         "ByteLevel",
@@ -278,7 +278,7 @@ def test_a_model_in_parts(tmp_path: Path) -> None:
     split[1].unlink()
     with pytest.raises(UserError, match=r"a part of the model is missing: .*model-00002-of-00002"):
         imported(first)
-    names = [other / one.name for one in split]
+    names = [other / part.name for part in split]
     swapped = [path.rename(path.with_suffix(".x")) for path in names]
     swapped[0].rename(names[1])
     swapped[1].rename(names[0])
@@ -299,8 +299,8 @@ def split_in_two(file: Path) -> list[Path]:
         writer.add_uint16("split.no", number)
         writer.add_uint16("split.count", 2)
         writer.add_int32("split.tensors.count", len(reader.tensors))
-        for one in tensors:
-            writer.add_tensor(one.name, np.array(one.data), raw_dtype=one.tensor_type)
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
         finish(writer)
     return files
 
@@ -381,7 +381,7 @@ def test_a_file_answers_without_a_chain(tmp_path: Path) -> None:
     file = written(tmp_path / "model")
     chain, beside = load_chain(file), load_chain(file.parent / ".")
     for prompt in ("the the the", [{"role": "user", "content": "hello"}]):
-        answers = [one.generate(prompt, max_new_tokens=24) for one in (chain, beside)]
+        answers = [model.generate(prompt, max_new_tokens=24) for model in (chain, beside)]
         assert answers[0].token_ids == answers[1].token_ids
     assert chain.plan.members == ("target",)
     assert chain.plan.ngram is not None
@@ -417,11 +417,11 @@ def test_the_commands_take_a_file(tmp_path: Path) -> None:
     code, out, _ = call("inspect", file, "--json")
     assert code == 0
     content = json.loads(out)
-    assert [one["name"] for one in content["members"]] == ["target"]
+    assert [member["name"] for member in content["members"]] == ["target"]
     assert "model.gguf" in content["weights"][0]
     assert call("verify", file)[0] == 0
     code, out, _ = call("cache", "ls", "--json")
-    kinds = {one["what"]: one for one in json.loads(out)}
+    kinds = {kind["what"]: kind for kind in json.loads(out)}
     assert kinds["models read from GGUF files"]["num_files"] >= 5
     assert kinds["chains of models alone"]["num_bytes"] > 0
     assert "GGUF file not found" in refusal("generate", tmp_path / "no.gguf", "-p", "x")
@@ -452,7 +452,7 @@ def test_two_files_make_three_models(tmp_path: Path) -> None:
     chain = load_chain(chain_beside(str(file), str(small)))
     assert chain.plan.members == ("target", "small")
     assert chain.plan.ngram is not None
-    assert [one.dtype for one in chain.manifest.members] == ["bfloat16", "Q4_0"]
+    assert [member.dtype for member in chain.manifest.members] == ["bfloat16", "Q4_0"]
     other = written(tmp_path / "other", "gemma2")
     assert "another tokenizer than the target's" in refusal(*command, "--small", other)
     again = (*command[:1], chain.folder, *command[2:], "--small", small)

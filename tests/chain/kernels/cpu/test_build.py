@@ -90,8 +90,8 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = {one.communicate(timeout=600)[0].strip() for one in running}
-    assert [one.returncode for one in running] == [0, 0]
+    printed = {process.communicate(timeout=600)[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0, 0]
     assert num_compiled(path) == 2
     (library,) = printed
     assert cached(tmp_path) == [Path(library).name]

@@ -103,8 +103,8 @@ def test_no_noise_leaves_a_draft_as_it_is(
     monkeypatch.setenv("POLYBASIC_KERNELS", kernels_wanted)
     nothing = Perturbation(1.0, torch.zeros(DEPTH, CONFIG.vocab_size))
     found, expected = draft(kind, nothing), draft(kind, None)
-    for one, other in zip(vars(found).values(), vars(expected).values(), strict=True):
-        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    for value, other in zip(vars(found).values(), vars(expected).values(), strict=True):
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(other))
 
 
 @torch.inference_mode()

@@ -117,7 +117,7 @@ def test_types_may_differ_from_some_outputs_of_a_product_to_others() -> None:
     parts = [random_blocks(generator, kind, size, NESTED) for kind, size in kinds.items()]
     bias, x = torch.randn(136, generator=generator), torch.randn(31, NESTED, generator=generator)
     backend = backend_for(CPU, torch.float32)
-    alone = torch.cat([backend.blocks([one])(x) for one in parts], dim=1)
+    alone = torch.cat([backend.blocks([part])(x) for part in parts], dim=1)
     assert torch.equal(backend.blocks(parts, bias)(x), alone + bias)
     with threads(3):
         assert torch.equal(backend.blocks(parts)(x), alone)
@@ -282,9 +282,9 @@ def test_feature_layers_are_inputs_of_their_layers() -> None:
     with eager():
         plain = decoder(torch.float32)
     states = []
-    for one in (model, plain):
-        cache, rows = cache_of(one), [consecutive_rows(0, 20)]
-        states.append(one.forward(ids, [cache.layers], rows, feature_layers=(1, 0)))
+    for executor in (model, plain):
+        cache, rows = cache_of(executor), [consecutive_rows(0, 20)]
+        states.append(executor.forward(ids, [cache.layers], rows, feature_layers=(1, 0)))
     assert states[0].shape == (20, 3 * CONFIG.hidden_size)
     assert relative(*states) < 5e-6
     embedded = torch.nn.functional.embedding(ids, model.weights.embedding)
@@ -298,8 +298,8 @@ def test_a_long_prompt_is_read_in_blocks_into_one_cache() -> None:
     caches = [cache_of(model), cache_of(plain)]
     with torch.inference_mode():
         found = [
-            one.forward(ids, [cache.layers], [consecutive_rows(0, len(ids))])
-            for one, cache in zip((model, plain), caches, strict=True)
+            executor.forward(ids, [cache.layers], [consecutive_rows(0, len(ids))])
+            for executor, cache in zip((model, plain), caches, strict=True)
         ]
     assert relative(*found) < 5e-6
     assert relative(caches[0].layers[1], caches[1].layers[1]) < 5e-6

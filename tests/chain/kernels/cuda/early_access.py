@@ -82,5 +82,5 @@ def _origins(statements: Sequence[str], pointers: set[int]) -> dict[str, set[int
         for words in moves:
             first, *others = _REGISTER.findall(words) or [""]
             given = pointers & set(map(int, _PARAMETER.findall(words)))
-            origins[first] |= given.union(*(origins[one] for one in others))
+            origins[first] |= given.union(*(origins[register] for register in others))
     return origins

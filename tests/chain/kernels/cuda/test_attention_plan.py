@@ -104,8 +104,8 @@ def test_a_plan_fits_its_gpu(gpu: Gpu, layer: Layer) -> None:
 
 def test_plans_by_shape() -> None:
     h200 = GPUS[90]
-    one, tree = Plan.of(h200, VICUNA_7B, 1), Plan.of(h200, VICUNA_7B, 24)
-    assert (one.tile, one.num_tiles, one.parts, one.combines) == (16, 1, 4, True)
+    single, tree = Plan.of(h200, VICUNA_7B, 1), Plan.of(h200, VICUNA_7B, 24)
+    assert (single.tile, single.num_tiles, single.parts, single.combines) == (16, 1, 4, True)
     assert (tree.tile, tree.num_tiles, tree.parts, tree.combines) == (32, 1, 4, True)
     grouped = Plan.of(h200, LLAMA3_8B, 24)
     assert (grouped.tile, grouped.num_tiles, grouped.parts, grouped.combines) == (64, 2, 8, False)

@@ -98,11 +98,11 @@ def test_continuations(is_trimmed: bool) -> None:
     token_ids = torch.randperm(9000, generator=generator(3))[:1300].to(DEVICE)
     given = above, token_ids if is_trimmed else None
     found, expected = candidates, Operations()
-    for one, other in zip(
+    for part, other in zip(
         found.continuations(logits, 6, *given), expected.continuations(logits, 6, *given),
         strict=True,
     ):  # fmt: skip
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(part, other, rtol=1e-6, atol=1e-5)
     alone = candidates.continuations(logits, 6, None, None)[0]
     torch.testing.assert_close(alone, candidates.best(logits, 6)[0].flatten())
 
@@ -117,9 +117,9 @@ def test_the_next_beam(top_k: int, width: int, num_seen: int) -> None:
     states = torch.randn(top_k, width, generator=generator(6)).to(DEVICE, torch.bfloat16)
     visible = (torch.rand(top_k, num_seen, generator=generator(7)) < 0.5).to(DEVICE)
     found = candidates.next_beam(scores, tokens, states, visible)
-    for one, other in zip(found, trees.next_beam(scores, tokens, states, visible), strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    for part, other in zip(found, trees.next_beam(scores, tokens, states, visible), strict=True):
+        assert part.dtype == other.dtype
+        assert torch.equal(part, other)
 
 
 def test_equal_scores_of_a_beam_come_in_order() -> None:
@@ -159,9 +159,9 @@ def test_kept_rows(top_k: int, levels: int, rows: int) -> None:
     given = random_candidates(top_k, levels, rows, is_tied=rows % 2 == 0)
     root = torch.tensor(5, device=DEVICE)
     found = tree_kernels.keep_best(top_k, *given, root, rows)
-    for one, other in zip(found, trees.keep_best(top_k, *given, root, rows), strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    for part, other in zip(found, trees.keep_best(top_k, *given, root, rows), strict=True):
+        assert part.dtype == other.dtype
+        assert torch.equal(part, other)
     assert len(found.tokens) == min(rows, len(given[0]) + 1)
 
 
@@ -170,10 +170,10 @@ def test_impossible_candidates_are_kept_after_their_parents() -> None:
     scores[2:] = float("-inf")
     root = torch.tensor(5, device=DEVICE)
     found = tree_kernels.keep_best(3, tokens, scores, beams, root, 12)
-    for one, other in zip(
+    for part, other in zip(
         found, trees.keep_best(3, tokens, scores, beams, root, 12), strict=True
     ):  # fmt: skip
-        assert torch.equal(one, other)
+        assert torch.equal(part, other)
 
 
 def random_tree(num_rows: int, num_padding: int, seed: int) -> DeviceTree:
@@ -286,11 +286,14 @@ def test_kernels_fit_a_gpu(capability: int) -> None:
     is_early = capability == 90
     asked = [
         dataclasses.replace(
-            one,
+            request,
             capability=capability,
-            constants={**one.constants, **({"IS_EARLY": is_early} if one.module == MODULE else {})},
+            constants={
+                **request.constants,
+                **({"IS_EARLY": is_early} if request.module == MODULE else {}),
+            },
         )
-        for one in REQUESTS.values()
+        for request in REQUESTS.values()
     ]
     kernels = dict(zip(REQUESTS, compiled(asked), strict=True))
     for name, kernel in kernels.items():

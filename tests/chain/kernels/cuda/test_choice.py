@@ -309,8 +309,8 @@ def test_kernels_of_all_products_are_compiled_together(
     other, _ = random_product(torch.float16, ABSENT, 64, 64, 2)
     choices = Choices(CPU, None, Clock([]))
     choices.prepare([a_product, a_product, other])
-    assert set(choices.microseconds) == {str(Task.of(one)) for one in (a_product, other)}
-    options = [options_of(Task.of(one), PROCESSORS) for one in (a_product, other)]
+    assert set(choices.microseconds) == {str(Task.of(product)) for product in (a_product, other)}
+    options = [options_of(Task.of(product), PROCESSORS) for product in (a_product, other)]
     assert [option for _, option in compiled[0]] == [*options[0], *options[1]]
     assert [option.is_fused for _, option in compiled[1]] == [False, False]
     choices.option_for(a_product)
@@ -334,10 +334,10 @@ def test_products_share_kernels_whatever_their_sizes(a_product: Product) -> None
 
 def test_processes_add_to_one_file(a_product: Product, tmp_path: Path) -> None:
     file = tmp_path / "choices.json"
-    one, two = (Choices(CPU, file, Clock([])) for _ in range(2))
+    first, second = (Choices(CPU, file, Clock([])) for _ in range(2))
     other, _ = random_product(torch.float16, ABSENT, 64, 64, 2)
-    one.option_for(a_product)
-    two.option_for(other)
+    first.option_for(a_product)
+    second.option_for(other)
     assert set(json.loads(file.read_text())) == {str(Task.of(a_product)), str(Task.of(other))}
 
 

@@ -134,12 +134,12 @@ def test_what_is_large_is_left_to_torch() -> None:
     operations, torch_operations = DraftOperations(), Operations()
     top_k, width = candidates.MAX_BEST + 1, 4
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    for one, other in zip(
+    for result, other in zip(
         (*operations.best(logits, top_k), *operations.continuations(logits, top_k, None, None)),
         (*torch_operations.best(logits, top_k), *torch_operations.best(logits, top_k)),
         strict=True,
     ):
-        assert torch.equal(one.flatten(), other.flatten())
+        assert torch.equal(result.flatten(), other.flatten())
     scores = -torch.arange(top_k**2, device=DEVICE).float()
     tokens = torch.arange(top_k**2, device=DEVICE)
     states = torch.zeros(top_k, width, device=DEVICE)

@@ -160,7 +160,7 @@ def test_joined_rows_are_those_of_each(name: str, model: str) -> None:
     reference = TorchExecutor(executor.weights)
     layers = (1,) if name == "blocks" else ()
     for turn in range(2):
-        tokens = torch.arange(sum(one.num_rows for one in rows), device=DEVICE)
+        tokens = torch.arange(sum(part.num_rows for part in rows), device=DEVICE)
         tokens = (tokens + turn) % VOCAB_SIZE
         found, expected = filled(executor, rows), filled(executor, rows)
         # of other sequences, and in another order
@@ -168,13 +168,13 @@ def test_joined_rows_are_those_of_each(name: str, model: str) -> None:
         given = [rows[place] for place in order]
         with torch.inference_mode():
             states, wanted = (
-                runs.forward(tokens, [one.layers for one in caches], given, None, layers)
+                runs.forward(tokens, [cache.layers for cache in caches], given, None, layers)
                 for runs, caches in ((executor, found), (reference, expected))
             )
         tolerance = 2e-5 if states.dtype == torch.float32 else 3e-2
         assert (states - wanted).abs().max() < tolerance * wanted.abs().max()
-        for one, other in zip(found, expected, strict=True):
-            assert (one.block - other.block).abs().max() < tolerance * other.block.abs().max()
+        for cache, other in zip(found, expected, strict=True):
+            assert (cache.block - other.block).abs().max() < tolerance * other.block.abs().max()
     assert graphs.counts.captures == 1
     assert graphs.counts.replays == 1
 
@@ -265,10 +265,10 @@ def test_joined_drafts_are_those_of_each(name: str, has_noise: bool) -> None:
             ]  # fmt: skip
             with torch.inference_mode():
                 drafted.append(runs.drafts(requests))
-        for one, other in zip(*drafted, strict=True):
-            assert torch.equal(one.tokens, other.tokens)
-            assert torch.equal(one.beams, other.beams)
-            assert (one.scores - other.scores).abs().max() < 2e-4
+        for draft, other in zip(*drafted, strict=True):
+            assert torch.equal(draft.tokens, other.tokens)
+            assert torch.equal(draft.beams, other.beams)
+            assert (draft.scores - other.scores).abs().max() < 2e-4
     assert graphs.counts.captures == 2
     assert graphs.counts.replays == 2
 

@@ -35,7 +35,7 @@ def key_of(seed: int, choice: int = 0) -> Tensor:
 @pytest.mark.parametrize(
     ("seed", "choice", "num_tokens"),
     [
-        *((*one, 64) for one in ((0, 0), (5, 2**32 - 1), (2**33 + 1, 1), (2**64 - 1, 0))),
+        *((*key, 64) for key in ((0, 0), (5, 2**32 - 1), (2**33 + 1, 1), (2**64 - 1, 0))),
         *((2**33 + 1, 1, num_tokens) for num_tokens in (13, 1000, 4096)),
     ],
 )
@@ -68,7 +68,9 @@ def test_a_zero_has_the_sign_of_the_reference() -> None:
     """256 of 2**32 words give noise of minus zero."""
     key, position = key_of(3), torch.tensor([7408], device=DEVICE)
     token = 796
-    expected, found = (one(key, position, 1000) for one in (noise.gumbel_noise, gumbel_noise))
+    expected, found = (
+        function(key, position, 1000) for function in (noise.gumbel_noise, gumbel_noise)
+    )
     assert bits(expected)[0, token] == -(2**31)
     assert torch.equal(bits(found), bits(expected))
 

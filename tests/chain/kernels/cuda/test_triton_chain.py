@@ -72,7 +72,9 @@ def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers(name: str, request: pytest.FixtureRequest) -> None:
     plain = engine()
     samplings = (GREEDY, RANDOM)
-    expected = [answer(plain, PLANS[name], one, max_new_tokens=NUM_TOKENS) for one in samplings]
+    expected = [
+        answer(plain, PLANS[name], sampling, max_new_tokens=NUM_TOKENS) for sampling in samplings
+    ]
     request.getfixturevalue("in_triton")
     found = engine()
     assert found.models.target.name == "cuda"
@@ -96,14 +98,14 @@ def test_answers_of_several_sequences(name: str, request: pytest.FixtureRequest)
         Request(prompt, NUM_TOKENS + 3, sampling, (), PLANS[name])
         for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
-    expected = [[token for batch in plain.run(one) for token in batch] for one in asked]
+    expected = [[token for batch in plain.run(question) for token in batch] for question in asked]
     request.getfixturevalue("in_triton")
     found = engine(sequences=3)
-    running = [found.begin(one, runs_ahead=True) for one in asked]
+    running = [found.begin(question, runs_ahead=True) for question in asked]
     while found.step():
         pass
     assert [
-        [token for piece in one.take() for token in piece.token_ids] for one in running
+        [token for piece in answering.take() for token in piece.token_ids] for answering in running
     ] == expected
     assert found.graphs.counts.replays > 0
 

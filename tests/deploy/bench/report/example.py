@@ -162,14 +162,14 @@ def of_first_turn(report: Report) -> Report:
     for name, system in report.systems.items():
         task, totals = next(iter(system.tasks.items()))
         totals = totals.model_copy(update={"num_answers": 1, "tokens": TOKENS})
-        one = {field: rows and [rows[0][:1]] for field, rows in system.answers}
+        columns = {field: rows and [rows[0][:1]] for field, rows in system.answers}
         report = with_system(
             report,
             name,
             totals=totals,
             tasks={task: totals},
             groups={},
-            answers=Answers.model_validate(one),
+            answers=Answers.model_validate(columns),
         )
     noise = NoiseReport(repeat_tokens_per_second=[], spread=0.0)
     return report.model_copy(update={"complete": False, "answered": 1, "noise": noise})

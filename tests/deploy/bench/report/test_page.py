@@ -25,7 +25,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         description=HOSTILE,
         notes=[HOSTILE],
     )
-    systems = {HOSTILE if name == "ngram" else name: one for name, one in report.systems.items()}
+    systems = {
+        HOSTILE if name == "ngram" else name: system for name, system in report.systems.items()
+    }
     path = tmp_path_factory.mktemp("page") / "report.html"
     write_page(path, report.model_copy(update={"systems": systems}))
     return path
@@ -60,7 +62,7 @@ def test_plots_are_whole_and_take_colours_from_the_page(written: Path) -> None:
         root = ElementTree.fromstring(plot)
         assert root.attrib["role"] == "img"
         colours = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", plot))
-        assert all(one.startswith(("var(--", "url(#", "none")) for one in colours)
+        assert all(colour.startswith(("var(--", "url(#", "none")) for colour in colours)
         for name in re.findall(r"var\((--\w+)\)", plot):
             assert f"{name}:" in light
             assert f"{name}:" in dark

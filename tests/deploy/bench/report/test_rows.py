@@ -140,7 +140,7 @@ def test_heads_of_all_kinds_can_be_asked_for_and_have_a_headline() -> None:
 
 def test_a_task_that_was_not_reached_has_no_figure() -> None:
     report = example()
-    tasks = {name: one for name, one in report.systems["eagle2"].tasks.items() if name != "qa"}
+    tasks = {name: task for name, task in report.systems["eagle2"].tasks.items() if name != "qa"}
     report = with_system(report, "eagle2", tasks=tasks)
     assert row(headline_table(report), "eagle2")["qa"] == "-"
     assert row(task_table(report), "eagle2")["qa"] == "-"
@@ -266,12 +266,12 @@ def test_insertions_compare_the_theorem_with_what_was_measured() -> None:
 @pytest.mark.parametrize("complete", [True, False])
 def test_the_parts_of_a_token_are_all_of_its_time(complete: bool) -> None:
     report = example(complete=complete)
-    for name, one in spent_by_system(report).items():
+    for name, cost in spent_by_system(report).items():
         totals = report.systems[name].totals
         if complete:
-            assert one.total == pytest.approx(totals.seconds / totals.tokens)
-        assert one.seconds["prefill"] > 0
-        assert one.seconds[REST] > 0
+            assert cost.total == pytest.approx(totals.seconds / totals.tokens)
+        assert cost.seconds["prefill"] > 0
+        assert cost.seconds[REST] > 0
     assert list(row(spent_table(report), "polybasic")) == [
         "system", "prefill", "target", "intermediate", "draft", "ngram", "rest", "total",
     ]  # fmt: skip

@@ -45,8 +45,8 @@ def say_calls(*calls: dict[str, Any], text: str = "") -> Script:
     def answer(answering: Answering) -> None:
         answering.begin()
         answering.tokens((text, "draft"), ("<tool_call>", "grammar"), text=text)
-        for one in calls:
-            answering.event({"choices": [{"index": 0, "delta": {"tool_calls": [one]}}]})
+        for tool_call in calls:
+            answering.event({"choices": [{"index": 0, "delta": {"tool_calls": [tool_call]}}]})
         answering.end("tool_calls")
 
     return answer
@@ -55,8 +55,8 @@ def say_calls(*calls: dict[str, Any], text: str = "") -> Script:
 def asked_of(*results: str) -> list[dict[str, str]]:
     """The messages that answer all calls."""
     return [
-        {"role": "tool", "tool_call_id": one["id"], "content": result}
-        for one, result in zip(CALLS, results, strict=True)
+        {"role": "tool", "tool_call_id": tool_call["id"], "content": result}
+        for tool_call, result in zip(CALLS, results, strict=True)
     ]
 
 
@@ -233,7 +233,11 @@ def test_a_message_leaves_calls_with_what_is_written(browser: Browser) -> None:
         page.click(".calls button")
         page.wait(f"{IDLE} && !document.querySelector('#notice').hidden")
         ask_and_wait(page, "Never mind")
-        assert [one["role"] for one in server.asked[2]["messages"][2:]] == ["tool", "tool", "user"]
+        assert [message["role"] for message in server.asked[2]["messages"][2:]] == [
+            "tool",
+            "tool",
+            "user",
+        ]
         assert page.all(FIELDS, "[e.value, e.readOnly]") == [["rain", False], ["", False]]
         assert page.evaluate("document.querySelector('#question').value") == "Never mind"
         page.click("#send")
