@@ -6,7 +6,7 @@
 # make processors  the tests of what depends on the processor, as one with AVX2 alone would run them,
 #               then as one with fast bfloat16
 # make gpu      the tests that need a GPU, or are interpreted without one, on this machine's GPU
-# make lint     style, types and import rules
+# make lint     style, types, import rules and the budget of lines by folder
 # make bench    what a chain costs on this CPU, and what changed against the record of such hardware;
 #               BENCH="--strict" fails where something is slower, BENCH="--update" renews the record
 # make interop  4-bit format, EAGLE-3 heads and GGUF files against gptqmodel, speculators and
@@ -109,6 +109,7 @@ gpu: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/lines.py
 	@# the packages are folders without a common root, so mypy sees them through a link
 	@link=$$(mktemp -d) && trap 'rm -rf "$$link"' EXIT && ln -s "$(CURDIR)" "$$link/polybasic" && \
 	cd "$$link" && MYPYPATH="$$link" "$(CURDIR)/$(BIN)/mypy" \

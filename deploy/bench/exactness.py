@@ -73,9 +73,11 @@ def agreement_on(
     """
     verifying = list(chain.engine.verifiers)
     verifier = chain.engine.verifiers[verifying[0]]
-    patterns = read_patterns_of([plan], verifying, NUM_POSITIONS)
-    rounding = measure_rounding(verifier, [(prompt, expected)], patterns, {})
-    comparer = Comparer(verifier, rounding.tolerance)
+    tolerance = 0.0
+    if found != expected:
+        patterns = read_patterns_of([plan], verifying, NUM_POSITIONS)
+        tolerance = measure_rounding(verifier, [(prompt, expected)], patterns, {}).tolerance
+    comparer = Comparer(verifier, tolerance)
     comparer.count(chain.engine.repeatable_sampler(prompt, sampling), prompt, expected, found)
     return comparer.agreement()
 

@@ -125,7 +125,7 @@ def bench_chain(
                 raise Interrupted(interruption.signal_number, kept) from None
             say(kept)
             raise
-        say("bench: measures the rounding of logits, compares the answers and writes the report")
+        say("bench: compares the answers and writes the report")
         report = report_of(bench)
     with waiting("writing the report"):
         _write(into, report)
@@ -141,7 +141,7 @@ def _keep(bench: Bench, folder: Path) -> str:
     num_all = bench.settings.repeats * len(bench.prompts)
     if not bench.turns:
         return f"none of {num_all} turns was over, and nothing is kept"
-    _write(folder, report_of(bench))
+    _write(folder, report_of(bench, is_whole=False))
     return (
         f"{len(bench.turns)} of {num_all} turns are kept; wrote {folder / 'report.md'}; "
         "the same command goes on from there, as long as the plan is the same"

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -37,14 +37,17 @@ from polybasic.deploy.hardware import describe_hardware
 from polybasic.deploy.rounds.sampling import Sampling
 
 
-def report_of(bench: Bench) -> Report:
+def report_of(bench: Bench, is_whole: bool = True) -> Report:
     """Everything that a reader sees.
 
     Args:
         bench: at least one turn was answered.
+        is_whole: False leaves out, of systems whose answers are not all the target's, how they
+            differ: to measure what rounding explains takes minutes with a large target.
     """
     chain, settings = bench.chain, bench.settings
-    rounding = _rounding(bench)
+    differing = [system.name for system in bench.systems.running if _differs(bench, system)]
+    rounding = _rounding(bench) if differing and is_whole else None
     answers = {system.name: answers_of(bench, system) for system in bench.systems.running}
     systems = {
         system.name: _system(bench, system, answers, rounding)
@@ -78,7 +81,7 @@ def report_of(bench: Bench) -> Report:
         insertions=insertions(bench, answers, systems),
         noise=noise_of(answers["target"], bench.quiet.stop()),
         plan=_plan(bench, systems),
-        rounding=rounding.to_json(),
+        rounding={} if rounding is None else rounding.to_json(),
         memory=bench.memory,
         adaptations=adaptations(chain.manifest),
         draft_vocabulary=draft_vocabularies(chain, [prompt.token_ids for prompt in bench.prompts]),
@@ -89,7 +92,12 @@ def report_of(bench: Bench) -> Report:
             and member.gguf == chain.manifest.members[0].gguf
             and member.name in chain.plan.members
         ],
-        notes=[*weight_notes(chain.manifest), *_about_the_plan(bench), *bench.systems.notes],
+        notes=[
+            *weight_notes(chain.manifest),
+            *_about_the_plan(bench),
+            *bench.systems.notes,
+            *([] if is_whole else _left_out(differing)),
+        ],
     )
 
 
@@ -119,7 +127,7 @@ def chain_digest(manifest: Manifest) -> str:
 
 
 def _system(
-    bench: Bench, system: System, answers: Mapping[str, Answers], rounding: Rounding
+    bench: Bench, system: System, answers: Mapping[str, Answers], rounding: Rounding | None
 ) -> SystemReport:
     def of_each(key: str) -> dict[str, Totals]:
         return {
@@ -179,18 +187,43 @@ def _rounding(bench: Bench) -> Rounding:
     )
 
 
-def _agreement(bench: Bench, system: System, rounding: Rounding) -> Agreement | None:
-    """None where its answers are not to be the target's: drawn by numbers of its own."""
+def _left_out(differing: Sequence[str]) -> list[str]:
+    if not differing:
+        return []
+    return [
+        f"Not all answers of {', '.join(differing)} are the target's: the whole report says why."
+    ]
+
+
+def _is_comparable(bench: Bench, system: System) -> bool:
+    """Whether its answers are to be the target's: not where it draws by numbers of its own."""
     is_coupled = isinstance(system, ChainSystem) and system.plan.rule == "coupled"
-    if bench.settings.temperature > 0 and not is_coupled:
+    return bench.settings.temperature == 0 or is_coupled
+
+
+def _differs(bench: Bench, system: System) -> bool:
+    """Whether an answer is not the target's, which it is to be."""
+    pairs = zip(bench.of(bench.target), bench.of(system), strict=True)
+    return _is_comparable(bench, system) and any(
+        wanted.answer.token_ids != given.answer.token_ids
+        for expected, found in pairs
+        for wanted, given in zip(expected, found, strict=True)
+    )
+
+
+def _agreement(bench: Bench, system: System, rounding: Rounding | None) -> Agreement | None:
+    """None where its answers are not to be the target's, or differ and are not compared yet."""
+    if not _is_comparable(bench, system) or (rounding is None and _differs(bench, system)):
         return None
     engine = bench.chain.engine
     verifier = next(iter(engine.verifiers.values()))
-    tells_logits = isinstance(system, ChainSystem | GenerateLoop)
-    comparer = Comparer(
-        verifier,
-        rounding.tolerance_of(system.name) if tells_logits else rounding.tolerance_elsewhere,
-    )
+    tolerance = 0.0
+    if rounding is not None:
+        tells_logits = isinstance(system, ChainSystem | GenerateLoop)
+        tolerance = (
+            rounding.tolerance_of(system.name) if tells_logits else rounding.tolerance_elsewhere
+        )
+    comparer = Comparer(verifier, tolerance)
     answers = zip(bench.of(bench.target), bench.of(system), strict=True)
     for repeat, (expected, found) in enumerate(answers):
         for place, (wanted, given) in enumerate(zip(expected, found, strict=True)):
