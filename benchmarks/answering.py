@@ -21,7 +21,7 @@ from polybasic.deploy.rounds.sampling import Sampling
 
 
 @dataclass(frozen=True)
-class Answer:
+class MeasuredAnswer:
     """One answer.
 
     Attributes:
@@ -43,7 +43,7 @@ class Answering(Protocol):
 
     def answer(
         self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
-    ) -> Answer:
+    ) -> MeasuredAnswer:
         """Answer by a plan of the chain."""
 
 
@@ -55,9 +55,11 @@ class Here:
 
     def answer(
         self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
-    ) -> Answer:
+    ) -> MeasuredAnswer:
         """See `Answering`."""
-        return Answer(**worker.answer(self.chain, token_ids, max_new_tokens, sampling, plan))
+        return MeasuredAnswer(
+            **worker.answer(self.chain, token_ids, max_new_tokens, sampling, plan)
+        )
 
 
 class HfGenerate:
@@ -75,10 +77,10 @@ class HfGenerate:
 
     def answer(
         self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
-    ) -> Answer:
+    ) -> MeasuredAnswer:
         """See `Answering`."""
         found = self._loop.answer(token_ids, max_new_tokens, sampling)
-        return Answer(
+        return MeasuredAnswer(
             found.token_ids,
             found.seconds,
             found.first_seconds,
@@ -103,7 +105,7 @@ class Elsewhere:
 
     def answer(
         self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
-    ) -> Answer:
+    ) -> MeasuredAnswer:
         """See `Answering`."""
         asked = {
             "token_ids": token_ids,
@@ -117,7 +119,7 @@ class Elsewhere:
             print(json.dumps(asked), file=self._process.stdin, flush=True)
         except BrokenPipeError as error:
             raise self._ended() from error
-        return Answer(**self._reply())
+        return MeasuredAnswer(**self._reply())
 
     def _reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None

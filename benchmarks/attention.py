@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from command import Report, begin, load, options, positive, run
+from command import ScriptReport, begin, load, options, positive, run
 from measuring import Bandwidth, Case, Spread, all_of, captured, in_turns, measure_bandwidth
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -160,7 +160,7 @@ def _seen(context: int, rows: int, device: torch.device) -> Tensor:
     return torch.ones(rows, context + rows, dtype=torch.bool, device=device).tril(context)
 
 
-def report_attention(report: Report, times: Sequence[AttentionTime]) -> None:
+def report_attention(report: ScriptReport, times: Sequence[AttentionTime]) -> None:
     """A row for each context, number of rows and kernel."""
     cells = [
         [

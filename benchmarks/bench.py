@@ -21,8 +21,8 @@ from statistics import median
 from typing import Any
 
 from answering import Here
-from command import Report, head_of, load, options, positive, run, shown_head
-from comparison import Figure, compare, report_changes
+from command import ScriptReport, head_of, load, options, positive, run, shown_head
+from comparison import ComparedFigure, compare, report_changes
 from end_to_end import HERE, Times, measure_end_to_end, report_end_to_end, shown_plans, speedup
 from measuring import all_of, measure_bandwidth
 from passes import (
@@ -68,7 +68,7 @@ def _is_same(record: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def measure(
-    chain: Chain, plans: Mapping[str, Plan], settings: Mapping[str, Any], report: Report
+    chain: Chain, plans: Mapping[str, Plan], settings: Mapping[str, Any], report: ScriptReport
 ) -> dict[str, Any]:
     """All benchmarks, reported one by one; the content of a record after its head."""
     device, turns = chain.engine.models.target.device, settings["turns"]
@@ -103,22 +103,24 @@ def measure(
 
 def figures_of(
     passes: Sequence[Cost], drafts: Sequence[Cost], rounds: Mapping[str, Breakdown], times: Times
-) -> dict[str, Figure]:
+) -> dict[str, ComparedFigure]:
     """All that is compared, by name."""
     found, alone = {}, times[HERE]["target"].per_token
     for cost in passes:
-        found[f"pass {cost.member}, {cost.what}"] = Figure.of(cost.seconds.times(1e3))
+        found[f"pass {cost.member}, {cost.what}"] = ComparedFigure.of(cost.seconds.times(1e3))
     for cost in drafts:
-        found[f"draft {cost.member}, {cost.what}"] = Figure.of(cost.seconds.times(1e3))
+        found[f"draft {cost.member}, {cost.what}"] = ComparedFigure.of(cost.seconds.times(1e3))
     for system, breakdown in rounds.items():
         for operation in breakdown.operations():
-            found[f"round {system}, {operation}"] = Figure.of(breakdown.per_round(operation))
+            found[f"round {system}, {operation}"] = ComparedFigure.of(
+                breakdown.per_round(operation)
+            )
     for system, answers in times[HERE].items():
-        found[f"token {system}"] = Figure.of(answers.per_token)
+        found[f"token {system}"] = ComparedFigure.of(answers.per_token)
         if system != "target":
-            found[f"speedup {system}"] = Figure.of(speedup(alone, answers.per_token))
+            found[f"speedup {system}"] = ComparedFigure.of(speedup(alone, answers.per_token))
         lengths = answers.tokens_per_target_pass
-        found[f"tokens a pass {system}"] = Figure(lengths, (lengths,))
+        found[f"tokens a pass {system}"] = ComparedFigure(lengths, (lengths,))
     return found
 
 
@@ -160,7 +162,7 @@ def check_comparable(
 
 
 def compare_with(
-    record: Mapping[str, Any], name: str, content: Mapping[str, Any], report: Report
+    record: Mapping[str, Any], name: str, content: Mapping[str, Any], report: ScriptReport
 ) -> int:
     """Report what changed; the number of figures that are slower.
 
@@ -170,7 +172,7 @@ def compare_with(
     """
     has_same_weights = record["chain"]["weights_sha256"] == content["chain"]["weights_sha256"]
     then, now = (
-        {name: Figure.from_json(figure) for name, figure in side["figures"].items()}
+        {name: ComparedFigure.from_json(figure) for name, figure in side["figures"].items()}
         for side in (record, content)
     )
     speed = content["read_bytes_per_second"] / record["read_bytes_per_second"]
@@ -189,7 +191,7 @@ def compare_with(
     return slower
 
 
-def write_record(path: Path, content: Mapping[str, Any], report: Report) -> None:
+def write_record(path: Path, content: Mapping[str, Any], report: ScriptReport) -> None:
     """Write the figures, one a line, and what was printed beside them, both whole."""
     figures = (f"{json.dumps(name)}: {figure}" for name, figure in content["figures"].items())
     lines = [
@@ -220,7 +222,7 @@ def main() -> int:
     settings |= {name: list(settings[name]) for name in ("rows", "shapes")}
     chain = load(arguments, room_for([arguments.context]))
     head = head_of(__file__, arguments, chain.engine.models.target.device)
-    report = Report()
+    report = ScriptReport()
     report.say(shown_head("make bench", head))
     path, record = record_of(arguments.records, head["hardware"])
     if record is not None and not arguments.update:

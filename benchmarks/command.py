@@ -156,7 +156,7 @@ def markdown(columns: Row, rows: Sequence[Row]) -> str:
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
 
 
-class Report:
+class ScriptReport:
     """What a script found, printed as it comes.
 
     Args:
@@ -195,9 +195,9 @@ class Report:
             print(f"wrote {path}", file=sys.stderr)
 
 
-def begin(script: str, document: str | None, arguments: argparse.Namespace) -> Report:
+def begin(script: str, document: str | None, arguments: argparse.Namespace) -> ScriptReport:
     """A report that begins with the head of this run."""
-    report = Report()
+    report = ScriptReport()
     title = (document or "").splitlines()[0].rstrip(".")
     report.say(shown_head(title, head_of(script, arguments, device_of(arguments))))
     return report

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from command import Report
+from command import ScriptReport
 from measuring import Spread
 
 LEAST_CHANGE = 0.05
@@ -16,7 +16,7 @@ Verdict = Literal["slower", "faster", ""]
 
 
 @dataclass(frozen=True)
-class Figure:
+class ComparedFigure:
     """One measured thing.
 
     Attributes:
@@ -27,20 +27,20 @@ class Figure:
     turns: tuple[float, ...]
 
     @classmethod
-    def of(cls, spread: Spread) -> "Figure":
+    def of(cls, spread: Spread) -> "ComparedFigure":
         return cls(spread.median, spread.turns)
 
     @classmethod
-    def from_json(cls, numbers: Sequence[float]) -> "Figure":
+    def from_json(cls, numbers: Sequence[float]) -> "ComparedFigure":
         return cls(numbers[0], tuple(numbers[1:]))
 
     def to_json(self) -> list[float]:
         """As a record holds it: the median, then the turns, in five digits."""
         return [float(f"{number:.5g}") for number in (self.median, *self.turns)]
 
-    def times(self, factor: float) -> "Figure":
+    def times(self, factor: float) -> "ComparedFigure":
         """Scaled."""
-        return Figure(factor * self.median, tuple(factor * turn for turn in self.turns))
+        return ComparedFigure(factor * self.median, tuple(factor * turn for turn in self.turns))
 
 
 def is_time(name: str) -> bool:
@@ -64,16 +64,16 @@ class Change:
     """
 
     name: str
-    then: Figure
-    now: Figure
+    then: ComparedFigure
+    now: ComparedFigure
     ratio: float
     related: float | None
     verdict: Verdict
 
 
 def compare(
-    then: Mapping[str, Figure],
-    now: Mapping[str, Figure],
+    then: Mapping[str, ComparedFigure],
+    now: Mapping[str, ComparedFigure],
     speed: float,
     has_same_weights: bool = True,
 ) -> list[Change]:
@@ -95,7 +95,9 @@ def compare(
     ]
 
 
-def _change(name: str, then: Figure, now: Figure, speed: float, has_same_weights: bool) -> Change:
+def _change(
+    name: str, then: ComparedFigure, now: ComparedFigure, speed: float, has_same_weights: bool
+) -> Change:
     ratio = now.median / then.median if then.median else 1.0
     related = ratio * speed if is_time(name) else None
     verdict: Verdict = ""
@@ -106,7 +108,7 @@ def _change(name: str, then: Figure, now: Figure, speed: float, has_same_weights
     return Change(name, then, now, ratio, related, verdict)
 
 
-def _verdict(name: str, then: Figure, now: Figure) -> Verdict:
+def _verdict(name: str, then: ComparedFigure, now: ComparedFigure) -> Verdict:
     if is_time(name) and abs(now.median - then.median) < LEAST_MILLISECONDS:
         return ""
     if now.median > then.median * (1 + LEAST_CHANGE) and min(now.turns) > max(then.turns):
@@ -116,7 +118,7 @@ def _verdict(name: str, then: Figure, now: Figure) -> Verdict:
     return ""
 
 
-def report_changes(report: Report, changes: Sequence[Change]) -> None:
+def report_changes(report: ScriptReport, changes: Sequence[Change]) -> None:
     """All figures but times next to nothing; the changed ones say so."""
     rows = []
     for change in changes:
@@ -129,6 +131,6 @@ def report_changes(report: Report, changes: Sequence[Change]) -> None:
     report.table("Against the record", [*columns, "verdict"], rows)
 
 
-def _shown(name: str, figure: Figure) -> tuple[str, str]:
+def _shown(name: str, figure: ComparedFigure) -> tuple[str, str]:
     unit = " ms" if is_time(name) else "x"
     return f"{figure.median:.3f}{unit}", f"{min(figure.turns):.3f} to {max(figure.turns):.3f}"

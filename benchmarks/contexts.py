@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 
 from answering import Here
-from command import Report, begin, load, options, positive, run
+from command import ScriptReport, begin, load, options, positive, run
 from end_to_end import HERE, SystemTimes, measure_end_to_end, speedup
 from systems import QUESTIONS_PER_TASK, read_prompts, shown_plan, system_plans
 
@@ -57,7 +57,10 @@ def cache_bytes(chain: Chain, plan: Plan, num_rows: int) -> int:
 
 
 def report_context(
-    report: Report, num_tokens: int, systems: Mapping[str, SystemTimes], caches: Mapping[str, int]
+    report: ScriptReport,
+    num_tokens: int,
+    systems: Mapping[str, SystemTimes],
+    caches: Mapping[str, int],
 ) -> None:
     """A row for each system."""
     alone, rows = systems["target"], []

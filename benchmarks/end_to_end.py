@@ -18,8 +18,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from answering import Answer, Answering, Here, HfGenerate, checkout, commit_of
-from command import PROMPT_OPTIONS, SYSTEM_OPTIONS, Report, begin, device_of, load, options, run
+from answering import Answering, Here, HfGenerate, MeasuredAnswer, checkout, commit_of
+from command import (
+    PROMPT_OPTIONS,
+    SYSTEM_OPTIONS,
+    ScriptReport,
+    begin,
+    device_of,
+    load,
+    options,
+    run,
+)
 from measuring import Spread, measure_bandwidth, progress, rotated
 from systems import chosen_plans, prompts_of, shown_plan
 
@@ -40,7 +49,7 @@ PAUSE_SECONDS = 0.05
 class SystemTimes:
     """All answers of one system, turn by turn, in the order of the prompts."""
 
-    turns: list[list[Answer]]
+    turns: list[list[MeasuredAnswer]]
 
     @property
     def per_token(self) -> Spread:
@@ -74,7 +83,7 @@ class SystemTimes:
         pairs = zip(self.turns[0], other.turns[0], strict=False)
         return sum(answer.token_ids == another.token_ids for answer, another in pairs)
 
-    def _spread(self, read: Callable[[Answer], tuple[float, int]]) -> Spread:
+    def _spread(self, read: Callable[[MeasuredAnswer], tuple[float, int]]) -> Spread:
         values = []
         for turn in self.turns:
             seconds, tokens = map(sum, zip(*map(read, turn), strict=True))
@@ -111,9 +120,9 @@ def measure_end_to_end(
             the first, and else not at all. Without any answer nothing is returned.
     """
     pairs = [(checkout, system) for system in plans for checkout in answering]
-    answers: dict[tuple[str, str], list[list[Answer]]] = {pair: [] for pair in pairs}
+    answers: dict[tuple[str, str], list[list[MeasuredAnswer]]] = {pair: [] for pair in pairs}
 
-    def answer(pair: tuple[str, str], prompt: list[int], seed: int) -> Answer:
+    def answer(pair: tuple[str, str], prompt: list[int], seed: int) -> MeasuredAnswer:
         if len(answering) > 1:
             time.sleep(PAUSE_SECONDS)
         checkout, system = pair
@@ -124,7 +133,7 @@ def measure_end_to_end(
         # captures and warms up, whatever the context, and is not counted
         answer(pair, prompts[0][-WARM_UP_TOKENS:], 0)
     for turn in progress("end to end", turns):
-        begun: dict[tuple[str, str], list[Answer]] = {pair: [] for pair in pairs}
+        begun: dict[tuple[str, str], list[MeasuredAnswer]] = {pair: [] for pair in pairs}
         for number, prompt in enumerate(prompts):
             if is_over():
                 break
@@ -143,7 +152,7 @@ def measure_end_to_end(
     }
 
 
-def report_end_to_end(report: Report, times: Times, shown: Mapping[str, str]) -> None:
+def report_end_to_end(report: ScriptReport, times: Times, shown: Mapping[str, str]) -> None:
     """A table of systems, and what the code of one checkout gains over the other's.
 
     Args:

@@ -112,9 +112,9 @@ def work(arguments: argparse.Namespace) -> None:
     if not arguments.rehearse and not torch.cuda.is_available():
         raise UserError("no GPU", "torch finds none", "add --rehearse to run on the CPU")
     from gpu_parts import parts_of, run_parts
-    from gpu_session import Session
+    from gpu_session import GpuSession
 
-    session = Session(
+    session = GpuSession(
         arguments.chain,
         [None if path == SHIPPED else path for path in arguments.prompts],
         arguments.record,

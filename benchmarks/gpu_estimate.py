@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
-from command import Report, positive, run
+from command import ScriptReport, positive, run
 from growth.shapes import SHAPES, shape_named
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,7 +180,7 @@ def _num_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class GpuEstimate:
     """Of a pass or a draft.
 
     Attributes:
@@ -305,7 +305,7 @@ def caches_of(config: DecoderConfig) -> list[Tensor]:
     return [torch.empty(shape, dtype=DTYPE, device=META) for _ in range(config.num_layers)]
 
 
-def pass_of(name: str, model: CudaExecutor, context: int, rows: int) -> Estimate:
+def pass_of(name: str, model: CudaExecutor, context: int, rows: int) -> GpuEstimate:
     """A verifier's pass over R tokens in a round: states, logits and the choice of tokens."""
     prefix, tokens = _number(), torch.empty(rows, dtype=torch.int64, device=META)
     caches = caches_of(model.config)
@@ -314,10 +314,10 @@ def pass_of(name: str, model: CudaExecutor, context: int, rows: int) -> Estimate
         states = model.forward(tokens, [caches], [device_consecutive_rows(prefix, rows)])
         model.operations.most_probable(model.logits_on_device(states))
 
-    return Estimate(f"{name}, {rows} rows", recorded(run_pass, Launches(context)).found)
+    return GpuEstimate(f"{name}, {rows} rows", recorded(run_pass, Launches(context)).found)
 
 
-def block_of(name: str, model: CudaExecutor, context: int, rows: int, drawn: str) -> Estimate:
+def block_of(name: str, model: CudaExecutor, context: int, rows: int, drawn: str) -> GpuEstimate:
     """A round of a verifier over a block: the pass, and all until the host reads the tokens."""
     sampling, rule = DRAWS[drawn]
     cache = KeyValueCache(model.config, 0, 0, DTYPE, META)
@@ -329,19 +329,19 @@ def block_of(name: str, model: CudaExecutor, context: int, rows: int, drawn: str
     )
     part = BlockPart(Verifier(name, model, cache), rows, Drawing(*kind, False, META))
     launches = recorded(lambda: part.run(None), Launches(context))
-    return Estimate(f"{name}, a block of {rows}, {drawn}", launches.found)
+    return GpuEstimate(f"{name}, a block of {rows}, {drawn}", launches.found)
 
 
-def draft_of(name: str, head: CudaExecutor, context: int, depth: int, top_k: int) -> Estimate:
+def draft_of(name: str, head: CudaExecutor, context: int, depth: int, top_k: int) -> GpuEstimate:
     """A draft after the last token's state is known."""
     state = torch.empty(1, head.config.hidden_size, dtype=DTYPE, device=META)
     caches, start = caches_of(head.config), _number()
     launches = Launches(context)
     recorded(lambda: head.draft(state, caches, start, depth, top_k), launches)
-    return Estimate(f"{name}, {depth} levels of {top_k}", launches.found)
+    return GpuEstimate(f"{name}, {depth} levels of {top_k}", launches.found)
 
 
-def prompt_of(name: str, model: CudaExecutor, num_tokens: int) -> Estimate:
+def prompt_of(name: str, model: CudaExecutor, num_tokens: int) -> GpuEstimate:
     """A prompt, read after nothing."""
     tokens = torch.empty(num_tokens, dtype=torch.int64, device=META)
     features = None
@@ -349,12 +349,12 @@ def prompt_of(name: str, model: CudaExecutor, num_tokens: int) -> Estimate:
         features = torch.empty(num_tokens, model.config.hidden_size, dtype=DTYPE, device=META)
     caches, rows = caches_of(model.config), [consecutive_rows(0, num_tokens)]
     launches = recorded(lambda: model.forward(tokens, [caches], rows, features), Launches(0))
-    return Estimate(f"{name}, a prompt of {num_tokens}", launches.found, is_captured=False)
+    return GpuEstimate(f"{name}, a prompt of {num_tokens}", launches.found, is_captured=False)
 
 
 def estimates_of(
     shape: str, rows: Sequence[int], context: int, prompt: int, depth: int, top_k: int
-) -> Iterator[Estimate]:
+) -> Iterator[GpuEstimate]:
     """All of a chain of target, its copy in 4 bits and an EAGLE-2 head, in a shape."""
     config = config_of(shape)
     target, copy, head = decoder_of(config), decoder_of(config, GROUP_SIZE), head_of(config)
@@ -368,7 +368,7 @@ def estimates_of(
         yield prompt_of(f"{shape} {name}", model, prompt)
 
 
-def rows_by_kernel(estimate: Estimate) -> list[list[str]]:
+def rows_by_kernel(estimate: GpuEstimate) -> list[list[str]]:
     """What it launches, by kernel."""
     counts = Counter(launch.name for launch in estimate.launches)
     sizes = {
@@ -396,7 +396,7 @@ def main() -> None:
     parser.add_argument("--launches", action="store_true", help="print them, too, by kernel")
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
-    report = Report()
+    report = ScriptReport()
     given = (arguments.rows, arguments.context, arguments.prompt, arguments.depth, arguments.top_k)
     found = [estimate for shape in arguments.shapes for estimate in estimates_of(shape, *given)]
     report.table("Milliseconds, estimated", COLUMNS, [estimate.cells() for estimate in found])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from answering import Answering, Here, HfGenerate
 from attention import attention_cases, report_attention
-from command import Report
+from command import ScriptReport
 from end_to_end import (
     HERE,
     HF_GENERATE,
@@ -23,7 +23,7 @@ from end_to_end import (
     shown_plans,
     speedup,
 )
-from gpu_session import EAGLE2, FIRST, SECOND, TARGET, THREE, Session
+from gpu_session import EAGLE2, FIRST, SECOND, TARGET, THREE, GpuSession
 from many_sequences import report_sequences, sequence_cases
 from measuring import Case, T
 from passes import draft_cases, pass_cases, report_drafts, report_passes
@@ -52,7 +52,7 @@ class Found:
     """
 
     until: float
-    report: Report = field(default_factory=lambda: Report(prints=False))
+    report: ScriptReport = field(default_factory=lambda: ScriptReport(prints=False))
     figures: dict[str, float] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     plans: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Part:
+class GpuPart:
     """One part.
 
     Attributes:
@@ -90,39 +90,39 @@ class Part:
 
     name: str
     seconds: float
-    measure: Callable[[Session, Found], None]
+    measure: Callable[[GpuSession, Found], None]
     least: float = 5.0
 
 
-def parts_of(session: Session) -> list[Part]:
+def parts_of(session: GpuSession) -> list[GpuPart]:
     """All parts in the order in which they run.
 
     Question files but the first are asked after the shortest context alone, greedily.
     """
     short, *longer = session.settings.contexts
     parts = [
-        Part("machine", 20, _machine),
-        Part(f"{FIRST} load", 150, partial(_load, FIRST), 20),
-        Part(f"{FIRST} passes", 100, partial(_passes, FIRST), 10),
-        Part(f"{FIRST} plans", 80, partial(_plans, FIRST), 10),
+        GpuPart("machine", 20, _machine),
+        GpuPart(f"{FIRST} load", 150, partial(_load, FIRST), 20),
+        GpuPart(f"{FIRST} passes", 100, partial(_passes, FIRST), 10),
+        GpuPart(f"{FIRST} plans", 80, partial(_plans, FIRST), 10),
         _answers(FIRST, short, GREEDY, 60),
-        Part(f"{FIRST} timeline", 30, _timeline),
-        Part(f"{FIRST} sequences", 60, partial(_sequences, FIRST), 15),
-        Part(f"{FIRST} {HF_GENERATE}", 40, partial(_hf_generate, FIRST)),
+        GpuPart(f"{FIRST} timeline", 30, _timeline),
+        GpuPart(f"{FIRST} sequences", 60, partial(_sequences, FIRST), 15),
+        GpuPart(f"{FIRST} {HF_GENERATE}", 40, partial(_hf_generate, FIRST)),
     ]
     parts += [_answers(FIRST, short, GREEDY, 40, n) for n in range(1, len(session.prompts))]
     parts += [
-        Part(f"{SECOND} load", 80, partial(_load, SECOND), 20),
-        Part(f"{SECOND} plans", 60, partial(_plans, SECOND), 10),
+        GpuPart(f"{SECOND} load", 80, partial(_load, SECOND), 20),
+        GpuPart(f"{SECOND} plans", 60, partial(_plans, SECOND), 10),
         _answers(SECOND, short, GREEDY, 50),
-        Part(f"{SECOND} {HF_GENERATE}", 40, partial(_hf_generate, SECOND)),
+        GpuPart(f"{SECOND} {HF_GENERATE}", 40, partial(_hf_generate, SECOND)),
     ]
     parts += [_answers(FIRST, context, GREEDY, 30) for context in longer]
     parts += [
         _answers(FIRST, short, SAMPLED, 40),
-        Part("products", 60, _products, 10),
-        Part("attention", 50, _attention, 10),
-        Part(f"{SECOND} passes", 40, partial(_passes, SECOND), 10),
+        GpuPart("products", 60, _products, 10),
+        GpuPart("attention", 50, _attention, 10),
+        GpuPart(f"{SECOND} passes", 40, partial(_passes, SECOND), 10),
     ]
     parts += [_answers(FIRST, context, SAMPLED, 30) for context in longer]
     parts += [_answers(SECOND, context, GREEDY, 30) for context in longer]
@@ -130,7 +130,7 @@ def parts_of(session: Session) -> list[Part]:
 
 
 def run_parts(
-    parts: Sequence[Part], session: Session, over: float, save: Callable[[], None]
+    parts: Sequence[GpuPart], session: GpuSession, over: float, save: Callable[[], None]
 ) -> None:
     """Run what the record does not have yet, each part within its time.
 
@@ -180,17 +180,17 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _machine(session: Session, found: Found) -> None:
+def _machine(session: GpuSession, found: Found) -> None:
     found.report.say(session.bandwidth().shown())
 
 
-def _load(shape: str, session: Session, found: Found) -> None:
+def _load(shape: str, session: GpuSession, found: Found) -> None:
     chain = session.chain(shape)
     counts, plan = chain.engine.graphs.counts, shown_plan(chain.plan, chain)
     found.report.say(f"{counts.captures} graphs in {counts.seconds:.1f} s; plan: {plan}.")
 
 
-def _passes(shape: str, session: Session, found: Found) -> None:
+def _passes(shape: str, session: GpuSession, found: Found) -> None:
     chain, settings = session.chain(shape), session.settings
     shapes = tuple(f"{depth}x{top_k}" for depth, top_k, _ in settings.trees)
     chosen, bandwidth = replace(settings.passes, shapes=shapes), session.bandwidth()
@@ -213,7 +213,7 @@ def _passes(shape: str, session: Session, found: Found) -> None:
             found.figures[f"{shape}: a level of a draft over it"] = level / one_row
 
 
-def _plans(shape: str, session: Session, found: Found) -> None:
+def _plans(shape: str, session: GpuSession, found: Found) -> None:
     """The plans that answer fastest here: the best tree, then the best flush length with it."""
     chain, settings = session.chain(shape), session.settings
     # the last ones; the first ones are measured
@@ -252,11 +252,13 @@ def with_flush(plan: Plan, length: int) -> Plan:
     return plan.model_copy(update={"flush": flush})
 
 
-def _answers(shape: str, context: int, temperature: float, seconds: float, source: int = 0) -> Part:
+def _answers(
+    shape: str, context: int, temperature: float, seconds: float, source: int = 0
+) -> GpuPart:
     how = "greedy" if temperature == GREEDY else f"temperature {temperature:g}"
     name = f"{shape} answers after {context}, {how}{f', prompts {source + 1}' if source else ''}"
 
-    def measure(session: Session, found: Found) -> None:
+    def measure(session: GpuSession, found: Found) -> None:
         chain, settings, plans = session.chain(shape), session.settings, session.plans(shape)
         is_short = context == settings.contexts[0]
         num = settings.num_prompts if is_short else settings.num_long_prompts
@@ -281,10 +283,10 @@ def _answers(shape: str, context: int, temperature: float, seconds: float, sourc
                     gained = speedup(times[HERE][other].per_token, times[HERE][THREE].per_token)
                     found.figures[f"{shape}: three models over {other}{of}"] = gained.median
 
-    return Part(name, seconds, measure)
+    return GpuPart(name, seconds, measure)
 
 
-def _sequences(shape: str, session: Session, found: Found) -> None:
+def _sequences(shape: str, session: GpuSession, found: Found) -> None:
     settings, plans = session.settings, session.plans(shape)
     prompts = session.prompts_of(shape, settings.contexts[0], max(settings.sequences))
     chain = session.chain_of_many(shape)
@@ -338,7 +340,7 @@ def _times(
     return {HERE: kept} if kept else {}
 
 
-def _hf_generate(shape: str, session: Session, found: Found) -> None:
+def _hf_generate(shape: str, session: GpuSession, found: Found) -> None:
     """transformers' own loop beside the target; then the grown files are of no more use."""
     chain, settings = session.chain(shape), session.settings
     prompts = session.prompts_of(shape, settings.contexts[0], settings.num_hf_prompts)
@@ -357,7 +359,7 @@ def _hf_generate(shape: str, session: Session, found: Found) -> None:
         )
 
 
-def _timeline(session: Session, found: Found) -> None:
+def _timeline(session: GpuSession, found: Found) -> None:
     chain, settings = session.chain(FIRST), session.settings
     prompt = session.prompts_of(FIRST, settings.contexts[0], settings.num_prompts)[0]
     plans = {THREE: session.plans(FIRST)[THREE]}
@@ -368,7 +370,7 @@ def _timeline(session: Session, found: Found) -> None:
         found.figures[f"{FIRST}: host gaps of a round"] = timeline.host_gaps
 
 
-def _products(session: Session, found: Found) -> None:
+def _products(session: GpuSession, found: Found) -> None:
     settings, device = session.settings, session.device
     cases = product_cases(
         settings.product_shapes, settings.product_rows, KERNELS[device.type], settings.turns,
@@ -378,7 +380,7 @@ def _products(session: Session, found: Found) -> None:
     report_choices(found.report, device)
 
 
-def _attention(session: Session, found: Found) -> None:
+def _attention(session: GpuSession, found: Found) -> None:
     settings, chosen = session.settings, session.settings.passes
     contexts = sorted({*chosen.contexts, *settings.contexts[1:]})
     cases = attention_cases(

@@ -26,7 +26,7 @@ ROOM_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Settings:
+class GpuSettings:
     """What is measured.
 
     Attributes:
@@ -64,7 +64,7 @@ class Settings:
     dtype: str = "bfloat16"
 
 
-REHEARSAL = Settings(
+REHEARSAL = GpuSettings(
     contexts=(20, 120),
     num_prompts=1,
     num_plan_prompts=1,
@@ -86,7 +86,7 @@ REHEARSAL = Settings(
 
 
 @dataclass
-class Session:
+class GpuSession:
     """What the parts of one process share.
 
     Attributes:
@@ -106,8 +106,8 @@ class Session:
     chains: dict[str, Chain] = field(default_factory=dict)
 
     @property
-    def settings(self) -> Settings:
-        return REHEARSAL if self.device.type == "cpu" else Settings()
+    def settings(self) -> GpuSettings:
+        return REHEARSAL if self.device.type == "cpu" else GpuSettings()
 
     def chain(self, name: str) -> Chain:
         """The small chain in a shape; grown and loaded when it is first asked for.

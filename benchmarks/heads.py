@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import Report, begin, options, positive, run
+from command import ScriptReport, begin, options, positive, run
 
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
@@ -209,7 +209,7 @@ def finished_line(study: Study, line: str, judges: Judges) -> dict[str, Any]:
     return result
 
 
-def report_heads(report: Report, results: Sequence[Mapping[str, Any]], judge: str) -> None:
+def report_heads(report: ScriptReport, results: Sequence[Mapping[str, Any]], judge: str) -> None:
     """Tokens a round by task, of heads that one model verifies, and what a draft costs."""
     tasks = list(results[0]["verified_by"][judge]["by_task"])
     columns = ["line", "tokens of training", "seconds", *tasks, "all", "rounds", "ms a draft"]

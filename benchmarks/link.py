@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from command import PROMPT_OPTIONS, Report, begin, load, options, positive, run
+from command import PROMPT_OPTIONS, ScriptReport, begin, load, options, positive, run
 from delaying_proxy import delaying_proxy
 from measuring import Spread, rotated
 from systems import plan_settings, prompts_of, shown_plan
@@ -43,7 +43,7 @@ LISTENS = re.compile(r"listening at (\S+):(\d+)")
 
 
 @dataclass
-class System:
+class LinkedSystem:
     """A plan over a link, and what it took.
 
     Attributes:
@@ -110,9 +110,9 @@ def measured_here(arguments: argparse.Namespace, chain: Chain) -> Measurements:
     return found
 
 
-def systems_over(measurements: Measurements, packed: Plan) -> dict[str, System]:
+def systems_over(measurements: Measurements, packed: Plan) -> dict[str, LinkedSystem]:
     """Token by token, the packed plan, and the best for this link; without and with drafting on."""
-    found: dict[str, System] = {}
+    found: dict[str, LinkedSystem] = {}
     for is_optimistic in (False, True):
         over = replace(measurements, is_optimistic=is_optimistic)
         best = choose_plan([over], PlanGrid().over_link).best
@@ -123,13 +123,13 @@ def systems_over(measurements: Measurements, packed: Plan) -> dict[str, System]:
         for name, plan in plans.items():
             predicted = simulate(plan, over)
             gained = predicted.tokens_per_pass[over.target]
-            found[name] = System(plan, is_optimistic, (predicted.seconds_per_token, gained))
+            found[name] = LinkedSystem(plan, is_optimistic, (predicted.seconds_per_token, gained))
     return found
 
 
 def measure(
     near: Chain,
-    systems: Mapping[str, System],
+    systems: Mapping[str, LinkedSystem],
     prompts: Sequence[list[int]],
     expected: Sequence[list[int]],
     arguments: argparse.Namespace,
@@ -168,7 +168,11 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 
 def report_link(
-    report: Report, milliseconds: float, link: Link, systems: Mapping[str, System], chain: Chain
+    report: ScriptReport,
+    milliseconds: float,
+    link: Link,
+    systems: Mapping[str, LinkedSystem],
+    chain: Chain,
 ) -> None:
     """A table of a link's systems, and their plans."""
     alone = systems["token by token"].per_second.median

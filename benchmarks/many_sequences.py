@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from command import Report
+from command import ScriptReport
 from measuring import Case, Spread
 
 from polybasic.chain.formats.plan import Plan
@@ -68,7 +68,7 @@ def _seconds(chain: Chain, requests: list[Request]) -> float:
     return time.perf_counter() - begun
 
 
-def report_sequences(report: Report, rates: Sequence[Rate], chain: Chain) -> None:
+def report_sequences(report: ScriptReport, rates: Sequence[Rate], chain: Chain) -> None:
     """As a table, and how many graphs there are."""
     rows = [
         [

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from command import Report, begin, device_of, in_a_process, load, options, positive, run
+from command import ScriptReport, begin, device_of, in_a_process, load, options, positive, run
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy.hardware import forget_peak, usage
@@ -45,7 +45,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"stated": chain.memory.to_json(), "measured": measured}
 
 
-def report_memory(report: Report, cases: Sequence[Mapping[str, Any]]) -> None:
+def report_memory(report: ScriptReport, cases: Sequence[Mapping[str, Any]]) -> None:
     """A row for each case."""
     rows = []
     for case in cases:

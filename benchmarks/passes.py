@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from command import Report, begin, load, options, positive, run
+from command import ScriptReport, begin, load, options, positive, run
 from measuring import Bandwidth, Case, Spread, all_of, captured, in_turns, measure_bandwidth
 from traffic import Moved, member_draft, member_pass
 
@@ -248,7 +248,7 @@ def _device_draft(chain: Chain, name: str, tree: Tree, context: int) -> Callable
 COLUMNS = ["context", "min", "median", "max", "MB", "bound", "times bound"]
 
 
-def report_passes(report: Report, costs: Sequence[Cost]) -> None:
+def report_passes(report: ScriptReport, costs: Sequence[Cost]) -> None:
     """A row for each member, context and number of rows."""
     target = costs[0].member if costs else ""
     of_target = {
@@ -261,7 +261,7 @@ def report_passes(report: Report, costs: Sequence[Cost]) -> None:
     report.table("Milliseconds a pass", ["member", "rows", *COLUMNS, f"of {target}'s"], rows)
 
 
-def report_drafts(report: Report, costs: Sequence[Cost]) -> None:
+def report_drafts(report: ScriptReport, costs: Sequence[Cost]) -> None:
     """A row for each drafter and shape."""
     rows = [_cells(cost) for cost in costs]
     report.table("Milliseconds a draft", ["drafter", "depth x top k", *COLUMNS], rows)

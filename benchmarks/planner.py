@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from command import PROMPT_OPTIONS, Report, begin, load, options, run
+from command import PROMPT_OPTIONS, ScriptReport, begin, load, options, run
 from measuring import progress
 from systems import plan_settings, prompts_of, shown_plan
 
@@ -152,7 +152,7 @@ def print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def report_compared(report: Report, compared: Sequence[Compared], chain: Chain) -> None:
+def report_compared(report: ScriptReport, compared: Sequence[Compared], chain: Chain) -> None:
     """A row for each plan."""
     alone = next(result for result in compared if runs_alone(result.plan))
     columns = ["plan", "predicted", "measured", "off by", "predicted speedup", "measured speedup"]
@@ -169,7 +169,7 @@ def report_compared(report: Report, compared: Sequence[Compared], chain: Chain) 
 
 
 def report_sweep(
-    report: Report, plans: Sequence[Compared], choice: Compared, best: Compared, chain: Chain
+    report: ScriptReport, plans: Sequence[Compared], choice: Compared, best: Compared, chain: Chain
 ) -> None:
     """What the choice lacks, how far predictions are off, and all plans."""
     errors = [abs(result.error) for result in plans]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from command import Report, begin, device_of, options, positive, run
+from command import ScriptReport, begin, device_of, options, positive, run
 from measuring import (
     Bandwidth,
     Case,
@@ -283,7 +283,7 @@ def _over_all(products: Sequence[Linear], x: Tensor) -> Callable[[], None]:
     return run_all
 
 
-def report_products(report: Report, times: Sequence[ProductTime]) -> None:
+def report_products(report: ScriptReport, times: Sequence[ProductTime]) -> None:
     """A row for each shape, number of rows and kernel."""
     rows = []
     for timing in times:
@@ -298,7 +298,7 @@ def report_products(report: Report, times: Sequence[ProductTime]) -> None:
     report.table("Microseconds of a product", columns, rows)
 
 
-def report_choices(report: Report, device: torch.device) -> None:
+def report_choices(report: ScriptReport, device: torch.device) -> None:
     """What the runtime has compared on this GPU so far, the fastest ways of each product first."""
     if device.type != "cuda":
         return

@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from command import PROMPT_OPTIONS, SYSTEM_OPTIONS, Report, begin, load, options, run
+from command import PROMPT_OPTIONS, SYSTEM_OPTIONS, ScriptReport, begin, load, options, run
 from measuring import Bandwidth, Spread, clock_of, measure_bandwidth, progress, rotated
 from systems import chosen_plans, prompts_of, shown_plan
 from timeline import measure_timeline
@@ -42,7 +42,7 @@ REST = "rest of Python"
 
 
 @dataclass
-class Answers:
+class TimedAnswers:
     """All answers of one system in one turn, added up.
 
     Attributes:
@@ -125,12 +125,12 @@ class Breakdown:
     """Where the time of a system's answers went, turn by turn."""
 
     plan: Plan
-    turns: list[Answers]
+    turns: list[TimedAnswers]
 
     @cached_property
-    def total(self) -> Answers:
+    def total(self) -> TimedAnswers:
         """Of all turns."""
-        total = Answers()
+        total = TimedAnswers()
         for turn in self.turns:
             for name, value in vars(turn).items():
                 setattr(total, name, getattr(total, name) + value)
@@ -183,17 +183,17 @@ def measure_rounds(
     found = {name: Breakdown(plan, []) for name, plan in plans.items()}
     sampling = Sampling(temperature=temperature, seed=0)
 
-    def answer(into: Answers, plan: Plan, prompt: list[int], number: int) -> None:
+    def answer(into: TimedAnswers, plan: Plan, prompt: list[int], number: int) -> None:
         request = Request(prompt, max_new_tokens, sampling, chain.stop_tokens, plan)
         ways = [into.answer, into.answer_plainly]
         for way in ways if number % 2 else reversed(ways):
             way(chain.engine, request)
 
     for plan in plans.values():
-        answer(Answers(), plan, prompts[0], 0)
+        answer(TimedAnswers(), plan, prompts[0], 0)
     for turn in progress("rounds", turns):
         for breakdown in found.values():
-            breakdown.turns.append(Answers())
+            breakdown.turns.append(TimedAnswers())
         for number, prompt in enumerate(prompts):
             for name in rotated(list(plans), turn + number):
                 answer(found[name].turns[-1], plans[name], prompt, turn + number)
@@ -201,7 +201,7 @@ def measure_rounds(
 
 
 def report_rounds(
-    report: Report, systems: Mapping[str, Breakdown], chain: Chain, bandwidth: Bandwidth
+    report: ScriptReport, systems: Mapping[str, Breakdown], chain: Chain, bandwidth: Bandwidth
 ) -> None:
     """Two tables for each system: its operations, and its passes and drafts at their bound."""
     for name, breakdown in systems.items():

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import get_args
 from unittest.mock import patch
 
-from answering import Answer, Answering, Here
-from command import PROMPT_OPTIONS, SYSTEM_OPTIONS, Report, begin, load, options, run
+from answering import Answering, Here, MeasuredAnswer
+from command import PROMPT_OPTIONS, SYSTEM_OPTIONS, ScriptReport, begin, load, options, run
 from end_to_end import HERE, SystemTimes, measure_end_to_end, speedup
 from measuring import measure_bandwidth
 from systems import chosen_plans, prompts_of, shown_plan
@@ -34,7 +34,7 @@ class Unperturbed:
 
     def answer(
         self, token_ids: list[int], plan: Plan, max_new_tokens: int, sampling: Sampling
-    ) -> Answer:
+    ) -> MeasuredAnswer:
         """See `Answering`."""
         with patch.object(Noise, "draft", lambda *_: None):
             return self._here.answer(token_ids, plan, max_new_tokens, sampling)
@@ -77,7 +77,7 @@ def main() -> None:
     report.write(arguments.record)
 
 
-def _report(report: Report, times: Mapping[str, SystemTimes], temperature: float) -> None:
+def _report(report: ScriptReport, times: Mapping[str, SystemTimes], temperature: float) -> None:
     alone = times["target"]
     columns = ["tokens a target pass", "ms a token", "speedup", "by turns", "as the target"]
     rows = []

@@ -31,14 +31,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from command import PROMPT_OPTIONS, Report, begin, load, options, positive, run
+from command import PROMPT_OPTIONS, ScriptReport, begin, load, options, positive, run
 from measuring import Spread, progress, rotated
-from serving_load import Body, Load, Server, load_of, percentile
+from serving_load import Body, Load, ServerProcess, load_of, percentile
 from serving_systems import (
     COMPLETIONS,
     LLAMA,
     MODEL,
-    System,
+    ServedSystem,
     llama_systems,
     llama_version,
     our_server,
@@ -61,7 +61,12 @@ Prompts = Sequence[list[int]]
 
 
 def report_overhead(
-    report: Report, chain: Chain, system: System, prompts: Prompts, num_tokens: int, turns: int
+    report: ScriptReport,
+    chain: Chain,
+    system: ServedSystem,
+    prompts: Prompts,
+    num_tokens: int,
+    turns: int,
 ) -> None:
     """Tokens a second of one client, through HTTP and through Python."""
     texts: dict[str, list[str]] = {}
@@ -135,7 +140,7 @@ Loads = dict[str, dict[int, list[Load]]]
 
 
 def measured_loads(
-    systems: Sequence[System],
+    systems: Sequence[ServedSystem],
     prompts: Prompts,
     num_tokens: int,
     clients: Sequence[int],
@@ -157,7 +162,7 @@ def measured_loads(
     return found
 
 
-def report_load(report: Report, loads: Loads, expected: dict[tuple[int, ...], str]) -> None:
+def report_load(report: ScriptReport, loads: Loads, expected: dict[tuple[int, ...], str]) -> None:
     """A table for each figure, and what ours is beside the best other.
 
     Args:
@@ -224,7 +229,11 @@ def mixed_requests(prompts: Prompts, num_tokens: int) -> list[Body]:
 
 
 def report_queue(
-    report: Report, chain: Chain, one: Server, prompts: Prompts, arguments: argparse.Namespace
+    report: ScriptReport,
+    chain: Chain,
+    one: ServerProcess,
+    prompts: Prompts,
+    arguments: argparse.Namespace,
 ) -> None:
     """What became of each request of many clients."""
     bodies = mixed_requests(prompts, arguments.max_new_tokens)
@@ -259,11 +268,11 @@ def report_queue(
         report.say(f"Differs, seed {one_wrong.body['seed']}: {one_wrong.text!r}")
 
 
-def report_memory(report: Report, prompts: Prompts, arguments: argparse.Namespace) -> None:
+def report_memory(report: ScriptReport, prompts: Prompts, arguments: argparse.Namespace) -> None:
     """Resident bytes of a fresh server after some requests, and after ten times as many."""
     asked = itertools.cycle(prompts)
     with our_server(arguments) as server:
-        system = System("memory", server, {})
+        system = ServedSystem("memory", server, {})
         bytes_after = {0: server.resident_bytes()}
         few = arguments.memory_requests
         for number, total in ((few, few), (9 * few, 10 * few)):

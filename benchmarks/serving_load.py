@@ -30,7 +30,7 @@ SILENT_SECONDS = 300.0
 Body = Mapping[str, Any]
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """An answer that is none: its status and its beginning."""
 
 
@@ -62,7 +62,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerProcess:
     """A process that listens.
 
     Attributes:
@@ -82,7 +82,7 @@ class Server:
 @contextmanager
 def server(
     name: str, command: Sequence[object], ready: str, environment: Mapping[str, str]
-) -> Iterator[Server]:
+) -> Iterator[ServerProcess]:
     """A server that answers, ended with the block.
 
     Args:
@@ -99,7 +99,7 @@ def server(
             words, stdout=said, stderr=said, env={**os.environ, **environment}
         )
         try:
-            service = Server(name, f"http://127.0.0.1:{port}", process)
+            service = ServerProcess(name, f"http://127.0.0.1:{port}", process)
             if not _is_ready(service.url + ready, process):
                 said.seek(0)
                 print(said.read().decode(errors="replace")[-4000:])
@@ -211,7 +211,7 @@ def load_of(
     for body, sent, parts in raw:
         try:
             received.append(read_answer(body, sent, parts))
-        except Refused as error:
+        except RefusedRequest as error:
             refused.append((body, str(error)))
     return Load(begin, end, received, refused)
 
@@ -235,18 +235,18 @@ def read_response(parts: Sequence[tuple[float, bytes]]) -> tuple[int, list[tuple
     """Status and body of a response, its parts with the times at which they were whole.
 
     Raises:
-        Refused: it breaks off.
+        RefusedRequest: it breaks off.
     """
     whole = b"".join(data for _, data in parts)
     ends = list(itertools.accumulate(len(data) for _, data in parts))
     head, _, _ = whole.partition(b"\r\n\r\n")
     place = len(head) + 4
     if place > len(whole):
-        raise Refused("a response that breaks off")
+        raise RefusedRequest("a response that breaks off")
 
     def part(start: int, end: int) -> tuple[float, bytes]:
         if end > len(whole):
-            raise Refused("a response that breaks off")
+            raise RefusedRequest("a response that breaks off")
         return parts[bisect.bisect_left(ends, end)][0], whole[start:end]
 
     status, found = int(head.split(b" ", 2)[1]), []
@@ -259,7 +259,7 @@ def read_response(parts: Sequence[tuple[float, bytes]]) -> tuple[int, list[tuple
     while True:
         line_end = whole.find(b"\r\n", place)
         if line_end < 0:
-            raise Refused("a response that breaks off")
+            raise RefusedRequest("a response that breaks off")
         size = int(whole[place:line_end], 16)
         if size == 0:
             return status, found
@@ -274,12 +274,12 @@ def read_answer(body: Body, sent: float, parts: Sequence[tuple[float, bytes]]) -
         parts: the response, head and all.
 
     Raises:
-        Refused: another status than 200, an error in the middle of a stream, or one without its
-            end.
+        RefusedRequest: another status than 200, an error in the middle of a stream, or one without
+            its end.
     """
     status, parts = read_response(parts)
     if status != 200:
-        raise Refused(
+        raise RefusedRequest(
             f"{status} {b''.join(data for _, data in parts)[:200].decode(errors='replace')}"
         )
     ended = parts[-1][0] if parts else sent
@@ -294,14 +294,14 @@ def read_answer(body: Body, sent: float, parts: Sequence[tuple[float, bytes]]) -
             continue
         event = json.loads(data)
         if "error" in event:
-            raise Refused(json.dumps(event["error"]))
+            raise RefusedRequest(json.dumps(event["error"]))
         if text := _text_of(event):
             first = now if first is None else first
             texts.append(text)
         usage = event.get("usage") or usage
         last = last | event
     if not is_done or usage is None:
-        raise Refused("a stream without its end")
+        raise RefusedRequest("a stream without its end")
     first = ended if first is None else first
     return Received(body, sent, first, ended, usage["completion_tokens"], "".join(texts), last)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from serving_load import Body, Load, Server, load_of, server
+from serving_load import Body, Load, ServerProcess, load_of, server
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import Chain
@@ -33,7 +33,7 @@ LLAMA_DRAFTS = {
 
 
 @dataclass(frozen=True)
-class System:
+class ServedSystem:
     """A server and how it is asked.
 
     Attributes:
@@ -41,7 +41,7 @@ class System:
     """
 
     name: str
-    server: Server
+    server: ServerProcess
     more: Body
 
     def load(
@@ -80,7 +80,7 @@ class System:
 
 
 @contextmanager
-def our_server(arguments: argparse.Namespace) -> Iterator[Server]:
+def our_server(arguments: argparse.Namespace) -> Iterator[ServerProcess]:
     """The server of this project."""
     command = [
         *(sys.executable, "-m", "polybasic.recipes.cli.main", "serve", arguments.chain),
@@ -92,18 +92,18 @@ def our_server(arguments: argparse.Namespace) -> Iterator[Server]:
         yield service
 
 
-def our_systems(chain: Chain, one: Server) -> list[System]:
+def our_systems(chain: Chain, one: ServerProcess) -> list[ServedSystem]:
     """The plans of the load, the plan of one stream whatever the load, and the target alone."""
     fixed, alone = chain.plan.members, chain.manifest.verifying[0].name
     return [
-        System(f"{OURS}, plans by load", one, {}),
-        System(f"{OURS}, plan of one stream", one, {"polybasic": {"run": list(fixed)}}),
-        System(f"{OURS}, target alone", one, {"polybasic": {"run": [alone]}}),
+        ServedSystem(f"{OURS}, plans by load", one, {}),
+        ServedSystem(f"{OURS}, plan of one stream", one, {"polybasic": {"run": list(fixed)}}),
+        ServedSystem(f"{OURS}, target alone", one, {"polybasic": {"run": [alone]}}),
     ]
 
 
 @contextmanager
-def llama_systems(chain: Chain, arguments: argparse.Namespace) -> Iterator[list[System]]:
+def llama_systems(chain: Chain, arguments: argparse.Namespace) -> Iterator[list[ServedSystem]]:
     """llama.cpp's server without and with its own speculation, a process each."""
     python, threads = arguments.peers_python, torch.get_num_threads()
     with ExitStack() as stack:
@@ -128,7 +128,7 @@ def llama_systems(chain: Chain, arguments: argparse.Namespace) -> Iterator[list[
                 *words.format(**files).split(),
             ]
             service = server(LLAMA + name, command, "/health", {})
-            found.append(System(LLAMA + name, stack.enter_context(service), {}))
+            found.append(ServedSystem(LLAMA + name, stack.enter_context(service), {}))
         yield found
 
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from command import Report, begin, load, options, positive, run
+from command import ScriptReport, begin, load, options, positive, run
 from measuring import progress
 from passes import PassSettings, check, pass_of
 
@@ -90,7 +90,7 @@ def busy(count: int) -> Iterator[None]:
         yield
 
 
-def report_shared(report: Report, found: Sequence[Shared]) -> None:
+def report_shared(report: ScriptReport, found: Sequence[Shared]) -> None:
     """A row for each number of processes; of each member and number of rows, none comes first."""
     quiet = {
         (timing.member, timing.num_rows): timing.median for timing in found if timing.num_busy == 0

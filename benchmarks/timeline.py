@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import Report
+from command import ScriptReport
 from torch.profiler import profile, record_function, supported_activities
 
 from polybasic.chain.formats.files import whole_file
@@ -42,7 +42,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class DeviceTimeline:
     """What the device did in the marked rounds; all times and counts are a round's.
 
     Attributes:
@@ -105,7 +105,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def timeline(events: Sequence[Event]) -> Timeline:
+def timeline(events: Sequence[Event]) -> DeviceTimeline:
     """What a trace says of its marked rounds.
 
     Raises:
@@ -131,12 +131,12 @@ def timeline(events: Sequence[Event]) -> Timeline:
     counted = (rounds, microseconds / 1e3 / rounds, launches / rounds)
     gaps = list(_gaps(events, begin, end))
     if not gaps:
-        return Timeline(*counted)
+        return DeviceTimeline(*counted)
     idle = sum(gap.microseconds for gap in gaps)
     of_host = sum(gap.microseconds for gap in gaps if gap.is_hosts)
     longest = sorted(gaps, key=lambda gap: gap.microseconds, reverse=True)[:NUM_GAPS]
     shares = of_host / microseconds, (idle - of_host) / microseconds
-    return Timeline(*counted, (microseconds - idle) / 1e3 / rounds, *shares, tuple(longest))
+    return DeviceTimeline(*counted, (microseconds - idle) / 1e3 / rounds, *shares, tuple(longest))
 
 
 def _gaps(events: Sequence[Event], begin: float, end: float) -> Iterator[Gap]:
@@ -162,9 +162,9 @@ def _gaps(events: Sequence[Event], begin: float, end: float) -> Iterator[Gap]:
 
 
 def measure_timeline(
-    report: Report, chain: Chain, plans: Mapping[str, Plan], prompt: list[int], num_tokens: int,
-    path: Path,
-) -> dict[str, Timeline]:  # fmt: skip
+    report: ScriptReport, chain: Chain, plans: Mapping[str, Plan], prompt: list[int],
+    num_tokens: int, path: Path,
+) -> dict[str, DeviceTimeline]:  # fmt: skip
     """Trace an answer of each plan into `path`, where the last one stays, and report them all."""
     found, rows = {}, []
     for name, plan in plans.items():

@@ -23,7 +23,7 @@ from polybasic.deploy import Chain, load_chain
 def answer(
     chain: Chain, token_ids: list[int], max_new_tokens: int, sampling: Any, plan: Any
 ) -> dict[str, Any]:
-    """One answer, as `answering.Answer` has it.
+    """One answer, as `answering.MeasuredAnswer` has it.
 
     The clock is read when tokens were handed over, for which the host has waited.
     """

@@ -86,7 +86,7 @@ class _Going(NamedTuple):
         return _Going(self.rows[stay], self.pads[stay], cache, self.states[stay], self.column)
 
 
-class Batch:
+class AnswerBatch:
     """Continuations of many prompts, which end in the same column."""
 
     def __init__(self, model: Any, stop_tokens: Iterable[int], seed: int) -> None:
@@ -219,12 +219,12 @@ class Batch:
         return (found * (found >= low)).div_(noise).argmax(-1)
 
 
-class Writer:
+class ConversationWriter:
     """Writes conversations, `at_once` of them in a pass."""
 
     def __init__(
         self,
-        batch: Batch,
+        batch: AnswerBatch,
         tokenizer: PreTrainedTokenizerBase,
         given: Sequence[str],
         at_once: int,
@@ -321,8 +321,8 @@ def main() -> None:
         for turn in row["conversations"]
         if turn["from"] == "human"
     ]
-    batch = Batch(model.to(device).eval(), stops, arguments.seed)
-    writer = Writer(batch, tokenizer, given, arguments.at_once, arguments.seed)
+    batch = AnswerBatch(model.to(device).eval(), stops, arguments.seed)
+    writer = ConversationWriter(batch, tokenizer, given, arguments.at_once, arguments.seed)
     written: list[Messages] = []
     over = time.perf_counter() + 60 * arguments.minutes
     try:

@@ -11,7 +11,7 @@ from polybasic.chain.formats.package import TARGET_NAME
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.kernels.product_times import DTYPES, name_of
 from polybasic.chain.model.loading import load_decoder, serving_dtype
-from polybasic.deploy.batching import Running
+from polybasic.deploy.batching import ActiveSequence
 from polybasic.deploy.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.engine import Engine
 from polybasic.deploy.hardware import device_named
@@ -72,7 +72,7 @@ class LoneTarget:
         max_new_tokens: int,
         sampling: Sampling,
         stop_tokens: Iterable[int] = (),
-    ) -> Running:
+    ) -> ActiveSequence:
         """Take a sequence for an answer, which `step` makes; close it when it is over.
 
         Args:

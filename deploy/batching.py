@@ -51,7 +51,7 @@ class Host(Protocol):
         """Free the sequences of requests that are over."""
 
 
-class Running:
+class ActiveSequence:
     """A request that has a sequence.
 
     Made by `Engine.begin`; `Engine.step` runs it.
@@ -284,7 +284,7 @@ class _Costs:
                 self.proposals.setdefault(name, Proposals()).add(counts)
 
 
-def choose(running: Sequence[Running]) -> list[Running]:
+def choose(running: Sequence[ActiveSequence]) -> list[ActiveSequence]:
     """The sequences whose passes run next, together.
 
     Those that have not started are started here, in their order, as far as prompts of the rows of
@@ -308,7 +308,7 @@ def choose(running: Sequence[Running]) -> list[Running]:
     ]
 
 
-def _depth(sequence: Running) -> int:
+def _depth(sequence: ActiveSequence) -> int:
     """How far below the target the model lies whose pass is waited for."""
     if isinstance(sequence.waiting, RemotePass):
         return len(sequence.slot.verifiers) + 1 if sequence.waiting.is_ready else -1
@@ -325,7 +325,7 @@ def rows_of_prompts(waiting: Iterable[Pass | None]) -> list[int]:
     return [len(reading.rows) for reading in read]
 
 
-def _may_start(sequence: Running, running: Sequence[Running]) -> bool:
+def _may_start(sequence: ActiveSequence, running: Sequence[ActiveSequence]) -> bool:
     """Whether the prompts that are read leave room in a pass, or are much longer, and read nothing
     that it shares."""
     reading = [each for each in running if rows_of_prompts([each.waiting])]
@@ -340,7 +340,7 @@ def _may_start(sequence: Running, running: Sequence[Running]) -> bool:
     return all(_MUCH_LONGER * _num_unread(sequence) <= _num_unread(other) for other in reading)
 
 
-def _num_unread(sequence: Running) -> int:
+def _num_unread(sequence: ActiveSequence) -> int:
     """Tokens of a prompt that are not in the sequence's caches."""
     token_ids = sequence.request.token_ids
     return len(token_ids) - sequence.slot.num_known(token_ids)

@@ -14,7 +14,7 @@ from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.readable import readable_value
-from polybasic.deploy.batching import Running, choose, rows_of_prompts
+from polybasic.deploy.batching import ActiveSequence, choose, rows_of_prompts
 from polybasic.deploy.drafters.interface import Drafter
 from polybasic.deploy.graphs.device_stages import (
     DeviceBlockStage,
@@ -96,7 +96,7 @@ class Engine:
         )
         self._parts = RoundParts(self.graphs, models.device) if captures else None
         self._stepping = threading.Lock()
-        self._running: list[Running] = []
+        self._running: list[ActiveSequence] = []
 
     @property
     def _executors(self) -> list[Executor]:
@@ -131,7 +131,7 @@ class Engine:
         self.check(request)
         return Answer(self._tokens_of(request))
 
-    def begin(self, request: Request, runs_ahead: bool = False) -> Running:
+    def begin(self, request: Request, runs_ahead: bool = False) -> ActiveSequence:
         """Take a sequence for a request, which `check` has passed; `step` runs it.
 
         Args:
@@ -145,11 +145,11 @@ class Engine:
         with self._stepping:
             self._reap()
             slot = self.slots.take(request.token_ids)
-            sequence = Running(request, slot, self, runs_ahead)
+            sequence = ActiveSequence(request, slot, self, runs_ahead)
             self._running.append(sequence)
         return sequence
 
-    def pieces_of(self, running: Running) -> Generator[Piece, None, Statistics]:
+    def pieces_of(self, running: ActiveSequence) -> Generator[Piece, None, Statistics]:
         """The pieces of a request that was begun, made as they are asked for."""
         try:
             while not running.is_over or running.pieces:

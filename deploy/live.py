@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from polybasic.deploy.batching import Running
+from polybasic.deploy.batching import ActiveSequence
 from polybasic.deploy.request import Piece, Statistics
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
 
@@ -37,7 +37,7 @@ class LiveAnswer:
         token_ids: of the prompt.
     """
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: ActiveSequence) -> None:
         self._running = running
         self.token_ids = running.request.token_ids
 

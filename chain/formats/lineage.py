@@ -25,7 +25,7 @@ QUANTIZED_FROM_KEY = "quantized_from_sha256"
 
 
 @dataclass(frozen=True)
-class Verifier:
+class VerifierIdentity:
     """What tells whether a head fits a verifying member.
 
     Attributes:
@@ -67,12 +67,12 @@ def declare_trained_for(head: Path, model: Path) -> None:
     write_json(config.path, config.content | {ORIGIN_KEY: origin})
 
 
-def verifier_of(member: Member, config: ConfigFile) -> Verifier:
+def verifier_of(member: Member, config: ConfigFile) -> VerifierIdentity:
     """Describe a verifying member; digests are taken from its manifest entry."""
     weights = {
         name: digest for name, digest in member.files.items() if name.endswith(WEIGHT_SUFFIXES)
     }
-    return Verifier(
+    return VerifierIdentity(
         name=member.name,
         hidden_size=config.content.get("hidden_size"),
         sha256=sha256_of_object(weights),
@@ -94,7 +94,7 @@ def origin_of_copy(source: ConfigFile) -> dict[str, Any]:
 
 
 def find_drafts_for(
-    name: str, kind: Kind, config: ConfigFile, verifiers: Sequence[Verifier]
+    name: str, kind: Kind, config: ConfigFile, verifiers: Sequence[VerifierIdentity]
 ) -> tuple[str, ...]:
     """Names of the verifying members that a drafter can draft for, from the target down.
 
@@ -169,6 +169,6 @@ def find_steered(
     )
 
 
-def _shown(verifier: Verifier) -> str:
+def _shown(verifier: VerifierIdentity) -> str:
     made_from = f" (made from {verifier.made_from[:8]}…)" if verifier.made_from else ""
     return f"{verifier.name} {verifier.sha256[:8]}…{made_from}"

@@ -8,7 +8,7 @@ from typing import Any
 from polybasic.deploy.bench.energy import EnergyMeter
 from polybasic.deploy.bench.journal import Taken, Turn
 from polybasic.deploy.bench.noise import Quiet
-from polybasic.deploy.bench.prompts import Prompt
+from polybasic.deploy.bench.prompts import BenchPrompt
 from polybasic.deploy.bench.schema import PromptReport
 from polybasic.deploy.bench.system import System
 from polybasic.deploy.bench.systems import Systems
@@ -34,7 +34,7 @@ class Bench:
     chain: Chain
     systems: Systems
     settings: BenchSettings
-    prompts: list[Prompt]
+    prompts: list[BenchPrompt]
     prompts_named: str
     num_too_long: int
     turns: Mapping[tuple[int, int], Turn]

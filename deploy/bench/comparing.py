@@ -26,7 +26,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Change(_Part):
+class NumberChange(_Part):
     """A number of two reports, over the prompts that are compared.
 
     Attributes:
@@ -65,11 +65,11 @@ class SystemChange(_Part):
         accepted_length: tokens a pass of the target; None of a system of another runtime.
     """
 
-    tokens_per_second: Change | None
-    decode_tokens_per_second: Change | None
-    speedup: Change | None
-    decode_speedup: Change | None
-    accepted_length: Change | None
+    tokens_per_second: NumberChange | None
+    decode_tokens_per_second: NumberChange | None
+    speedup: NumberChange | None
+    decode_speedup: NumberChange | None
+    accepted_length: NumberChange | None
     before: Exactness
     after: Exactness
 
@@ -201,7 +201,9 @@ def _system(name: str, before: _Side, after: _Side, is_paired: bool) -> SystemCh
     of_rates = max(noise.spread for noise in noises)
     of_speedups = of_rates if any(noise.warnings for noise in noises) else 0.0
 
-    def change(quantities: tuple[Quantity, ...], over: bool, noise: float = 0.0) -> Change | None:
+    def change(
+        quantities: tuple[Quantity, ...], over: bool, noise: float = 0.0
+    ) -> NumberChange | None:
         names = [name, "target"] if over else [name]
         parts = [[side.totals(system_name, quantities) for system_name in names] for side in sides]
         return _change(parts, sides, is_paired, noise)
@@ -220,7 +222,7 @@ def _system(name: str, before: _Side, after: _Side, is_paired: bool) -> SystemCh
 
 def _change(
     parts: list[list[Array | None]], sides: Sequence[_Side], is_paired: bool, noise: float
-) -> Change | None:
+) -> NumberChange | None:
     """Of a rate [side][system] or a ratio of rates; None where it is not told."""
     joined: list[Array] = []
     for systems in parts:
@@ -240,7 +242,7 @@ def _change(
     half = difference.half_width
     # equal rates may differ by units in the last place
     least = max(np.log1p(noise), _ROUNDING)
-    return Change(
+    return NumberChange(
         before=alone[0].value,
         after=alone[1].value,
         ratio=difference.value,

@@ -35,7 +35,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class LoopChoice:
     """A way, and what an answer takes in each that was tried.
 
     Attributes:
@@ -122,7 +122,7 @@ def fastest_way(
     answer: Callable[[Way, list[int], int], TimedAnswer],
     prompt: list[int],
     new_tokens: int,
-) -> Choice:
+) -> LoopChoice:
     """The way that answers fastest; one in the dtype of the first of `ways` if about equal.
 
     Each reads the prompt and decodes some tokens, in turns with the others, which gives the time of
@@ -149,4 +149,4 @@ def fastest_way(
     own = min((way for way in ways if way.dtype == ways[0].dtype), key=seconds.__getitem__)
     best = min(ways, key=seconds.__getitem__)
     chosen = best if seconds[best] < _CLEARLY_FASTER * seconds[own] else own
-    return Choice(chosen, len(prompt), new_tokens, seconds)
+    return LoopChoice(chosen, len(prompt), new_tokens, seconds)

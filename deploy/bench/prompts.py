@@ -13,7 +13,7 @@ _TEMPLATE_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchPrompt:
     """One turn to answer.
 
     Attributes:
@@ -45,7 +45,7 @@ class Prompt:
 
 def asked_prompts(
     chain: Chain, questions: list[Question], settings: BenchSettings
-) -> tuple[list[Prompt], int]:
+) -> tuple[list[BenchPrompt], int]:
     """Turns of questions that fit the context, and how many questions do not.
 
     Earlier turns are answered by the target, greedily, for all systems alike: all get the same
@@ -55,13 +55,13 @@ def asked_prompts(
         UserError: prompts that are all too long.
     """
     chosen, num_too_long = _fitting(chain, questions, settings)
-    prompts: list[Prompt] = []
+    prompts: list[BenchPrompt] = []
     target = [chain.manifest.members[0].name]
     for question in chosen:
         messages: list[dict[str, str]] = []
         for turn, text in enumerate(question.turns, 1):
             messages.append({"role": "user", "content": text})
-            prompts.append(Prompt(question, turn, chain.encode(messages)))
+            prompts.append(BenchPrompt(question, turn, chain.encode(messages)))
             if turn < len(question.turns):
                 answer = chain.generate(
                     messages,

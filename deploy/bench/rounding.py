@@ -50,7 +50,7 @@ ComputeLogits = Callable[[list[int], int], Tensor]
 
 
 @dataclass(frozen=True)
-class Change:
+class LogitChange:
     """The largest change seen in the difference of two leading candidates' logits.
 
     Attributes:
@@ -85,8 +85,8 @@ class Rounding:
     dtype: str
     num_positions: int
     usual: float
-    ways: dict[str, Change]
-    others: dict[str, Change]
+    ways: dict[str, LogitChange]
+    others: dict[str, LogitChange]
     close_share: float
     least: float = 0.0
 
@@ -117,7 +117,7 @@ class Rounding:
         return {**asdict(self), "tolerance": self.tolerance}
 
 
-def _tolerance(ways: Mapping[str, Change], least: float) -> float:
+def _tolerance(ways: Mapping[str, LogitChange], least: float) -> float:
     if not ways[str(ONE_ROW)].is_sound:
         return 0.0
     sound = [change.from_one_row or 0.0 for change in ways.values() if change.is_sound]
@@ -209,13 +209,13 @@ class _LeadingLogits:
         by_pattern = [torch.cat(logits) for logits in zip(*self.usual, strict=True)]
         usual = max(spacing, *(_largest_change(logits, reference) or 0.0 for logits in by_pattern))
 
-        def changes(ways: dict[str, list[Tensor]]) -> dict[str, Change]:
+        def changes(ways: dict[str, list[Tensor]]) -> dict[str, LogitChange]:
             by_way = {}
             for name, parts in ways.items():
                 logits = torch.cat(parts)
                 deviation = _largest_change(logits, reference)
                 is_sound = deviation is not None and deviation <= MAX_SOUND_RATIO * usual
-                by_way[name] = Change(_largest_change(logits, one_row), deviation, is_sound)
+                by_way[name] = LogitChange(_largest_change(logits, one_row), deviation, is_sound)
             return by_way
 
         ways, others = changes(self.ways), changes(self.others)

@@ -19,7 +19,7 @@ from polybasic.deploy.bench.bench import Bench
 from polybasic.deploy.bench.energy import EnergyMeter
 from polybasic.deploy.bench.journal import Journal, Taken
 from polybasic.deploy.bench.noise import Quiet
-from polybasic.deploy.bench.prompts import Prompt, asked_prompts
+from polybasic.deploy.bench.prompts import BenchPrompt, asked_prompts
 from polybasic.deploy.bench.report.markdown import write_markdown
 from polybasic.deploy.bench.report.page import write_page
 from polybasic.deploy.bench.schema import Report
@@ -167,7 +167,7 @@ def _journal(
     chain: Chain,
     systems: Systems,
     settings: BenchSettings,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
 ) -> Journal:
     """Of the benchmark of which all of this is equal; others have journals of other names."""
     identity = {
@@ -185,7 +185,9 @@ def _journal(
     return Journal(folder / f"answers-{digest[:8]}.jsonl", identity)
 
 
-def _warm_up(systems: Sequence[System], prompts: Sequence[Prompt], settings: BenchSettings) -> None:
+def _warm_up(
+    systems: Sequence[System], prompts: Sequence[BenchPrompt], settings: BenchSettings
+) -> None:
     """Let each system answer the longest prompt, which is not counted."""
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     sampling = Sampling(settings.temperature, seed=settings.seed)

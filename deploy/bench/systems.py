@@ -10,7 +10,7 @@ from polybasic.deploy.bench import chain_systems
 from polybasic.deploy.bench.chain_systems import ChainSystem, chain_system
 from polybasic.deploy.bench.peers.catalogue import check_peers
 from polybasic.deploy.bench.peers.systems import peer_systems
-from polybasic.deploy.bench.prompts import Prompt
+from polybasic.deploy.bench.prompts import BenchPrompt
 from polybasic.deploy.bench.system import System
 from polybasic.deploy.bench.transformers_systems import (
     LACKING,
@@ -72,7 +72,7 @@ def with_others(
     own: Sequence[ChainSystem],
     chain: Chain,
     settings: BenchSettings,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     say: Callable[[str], None],
     stack: ExitStack,
 ) -> Systems:

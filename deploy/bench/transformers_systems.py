@@ -10,7 +10,7 @@ from polybasic.chain.formats.manifest import Member
 from polybasic.chain.progress import waiting
 from polybasic.deploy.bench.compiled_loop import CompiledLoop
 from polybasic.deploy.bench.fastest_loop import (
-    Choice,
+    LoopChoice,
     Way,
     candidate_attentions,
     candidate_dtypes,
@@ -123,7 +123,9 @@ def drafting_model(chain: Chain) -> Member | None:
     return None
 
 
-def _fastest(chain: Chain, prompt: list[int], new_tokens: int) -> tuple[PreTrainedModel, Choice]:
+def _fastest(
+    chain: Chain, prompt: list[int], new_tokens: int
+) -> tuple[PreTrainedModel, LoopChoice]:
     """The target in the way in which transformers answers fastest; its other copies are dropped."""
     target = chain.engine.models.target
     num_parameters = chain.manifest.members[0].num_parameters

@@ -15,14 +15,14 @@ from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.readable import readable_bytes
 from polybasic.deploy.hardware import available_bytes, release_unused
 from polybasic.deploy.parallel.group import Group
-from polybasic.deploy.parallel.runner import Runner, load_parts
+from polybasic.deploy.parallel.runner import ParallelRunner, load_parts
 from polybasic.deploy.rounds.verifier import SPARE_ROWS
 
 
 @torch.inference_mode()
 def follow(group: Group) -> int:
     """Do what rank 0 says; 0 if it ended in order, 1 if it is lost."""
-    runner: Runner | None = None
+    runner: ParallelRunner | None = None
     try:
         while True:
             for name, *arguments in group.receive():
@@ -58,7 +58,7 @@ def _load(
     context_tokens: int,
     graphs: bool,
     num_bytes: int,
-) -> Runner | None:
+) -> ParallelRunner | None:
     failure = None
     try:
         available = available_bytes(group.device)
@@ -75,7 +75,7 @@ def _load(
     except UserError as error:
         failure = error
     group.agree(failure)
-    return None if failure is not None else Runner(group, members, graphs, {})
+    return None if failure is not None else ParallelRunner(group, members, graphs, {})
 
 
 def _main(path: str, rank: str, count: str, device: str) -> int:

@@ -23,8 +23,8 @@ from polybasic.deploy.parallel.group import Group, Order
 from polybasic.deploy.parallel.processes import Followers, end, gathered
 from polybasic.deploy.parallel.runner import (
     NumberedLayers,
+    ParallelRunner,
     PartCache,
-    Runner,
     load_parts,
     sent_rows,
 )
@@ -55,7 +55,7 @@ class Leader:
         self.device, self.num_parts = self._group.device, count
         self._pending: deque[Order] = deque()
         self._numbers = itertools.count()
-        self._runner: Runner | None = None
+        self._runner: ParallelRunner | None = None
         self._finalizer = weakref.finalize(self, _leave, self._group, self._followers)
 
     def load(
@@ -87,7 +87,7 @@ class Leader:
         except UserError as error:
             failure = error
         self._group.agree(failure)
-        self._runner = Runner(self._group, members, graphs, weakref.WeakValueDictionary())
+        self._runner = ParallelRunner(self._group, members, graphs, weakref.WeakValueDictionary())
         return {name: LeaderExecutor(self, name, part.weights) for name, part in members.items()}
 
     def new_cache(self, model: Executor, capacity: int) -> KeyValueCache:
@@ -101,7 +101,7 @@ class Leader:
         return cache
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> ParallelRunner:
         """Of this process's part.
 
         Raises:
@@ -150,7 +150,7 @@ class LeaderCache(PartCache):
     """Rank 0's part of a cache, which the others change as this one is changed."""
 
     def __init__(
-        self, leader: Leader, runner: Runner, member: str, capacity: int, number: int
+        self, leader: Leader, runner: ParallelRunner, member: str, capacity: int, number: int
     ) -> None:
         super().__init__(runner.members[member], capacity, number)
         self._leader = leader

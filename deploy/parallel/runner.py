@@ -43,7 +43,7 @@ class PartCache(KeyValueCache):
         self.passes: dict[str, DevicePasses] = {}
 
 
-class Runner:
+class ParallelRunner:
     """Runs one part of the models, over its part of the caches.
 
     Args:

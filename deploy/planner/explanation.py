@@ -16,7 +16,7 @@ from polybasic.deploy.planner.agreement import acceptance_between, candidates_by
 from polybasic.deploy.planner.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.prediction import Predicted
 from polybasic.deploy.planner.rules import rule_verdict, rules_compared
-from polybasic.deploy.planner.search import MIN_GAIN, Candidate, Choice
+from polybasic.deploy.planner.search import MIN_GAIN, Candidate, PlanChoice
 from polybasic.deploy.planner.windows import window_verdict, windows_tried
 from polybasic.deploy.theory import (
     Condition,
@@ -27,7 +27,7 @@ from polybasic.deploy.theory import (
 
 
 def explain(
-    choice: Choice,
+    choice: PlanChoice,
     measurements: Measurements,
     budget: dict[str, Any] | None = None,
     loads: Sequence[dict[str, Any]] = (),
@@ -105,7 +105,7 @@ def shown_budget(budget: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def decide(choice: Choice, measurements: Measurements) -> str:
+def decide(choice: PlanChoice, measurements: Measurements) -> str:
     """The choice, with a reason for each member of the chain, divided by `BETWEEN_REASONS`."""
     best, alone = choice.best, choice.alone
     members = f"{best.members} alone" if best is alone else str(best.members)
@@ -284,7 +284,7 @@ def _moments(best: Candidate) -> list[dict[str, Any]]:
     return moments
 
 
-def _insertion(name: str, choice: Choice, measurements: Measurements) -> dict[str, Any] | None:
+def _insertion(name: str, choice: PlanChoice, measurements: Measurements) -> dict[str, Any] | None:
     """Theorem 3.2 for an intermediate inserted into the best plan without it.
 
     None if it cannot be inserted there because nothing of that kind was measured.

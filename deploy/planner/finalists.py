@@ -14,7 +14,7 @@ from polybasic.chain.formats.plan import Plan
 from polybasic.chain.readable import counted
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import COST_TOKENS, time_plan
-from polybasic.deploy.planner.search import Candidate, Choice, choose_plan
+from polybasic.deploy.planner.search import Candidate, PlanChoice, choose_plan
 from polybasic.deploy.planner.traces import Measured
 
 CLOSE = 0.05
@@ -28,8 +28,8 @@ SHARE_BEFORE_WINDOWS = 0.6
 
 
 def time_finalists(
-    measured: Measured, choice: Choice, budget: Budget, say: Callable[[str], None]
-) -> tuple[Measured, Choice, dict[str, int]]:
+    measured: Measured, choice: PlanChoice, budget: Budget, say: Callable[[str], None]
+) -> tuple[Measured, PlanChoice, dict[str, int]]:
     """Measurements with further timings of close plans, the choice from them, and what was timed.
 
     In each round, all that are left are timed in turns; then the better half of those that are
@@ -72,7 +72,7 @@ def time_finalists(
     return measured, choose_plan(measured.measurements, calibration.grid), dict(timed)
 
 
-def close_to_best(choice: Choice) -> list[Candidate]:
+def close_to_best(choice: PlanChoice) -> list[Candidate]:
     """The best plans of sets of members that are nearly as fast as the fastest, the best first.
 
     Of rules that draw alike, whose rounds cost the same, there is one.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from polybasic.chain.formats.plan import Plan
-from polybasic.deploy.batching import Running
+from polybasic.deploy.batching import ActiveSequence
 from polybasic.deploy.hardware import available_bytes
 from polybasic.deploy.planner.costs import RoundCosts
 from polybasic.deploy.planner.traces import Calibration
@@ -66,7 +66,7 @@ class LoadTimer:
             for sequence in running:
                 sequence.close()
 
-    def _begin(self, prompt: list[int], plan: Plan) -> Running:
+    def _begin(self, prompt: list[int], plan: Plan) -> ActiveSequence:
         room = self._engine.context_tokens - len(prompt)
         sampling = self._calibration.sampling
         request = Request(
@@ -74,7 +74,7 @@ class LoadTimer:
         )
         return self._engine.begin(request, runs_ahead=True)
 
-    def _step(self, running: list[Running]) -> float:
+    def _step(self, running: list[ActiveSequence]) -> float:
         """Seconds of the engine's next step."""
         begin = self._now()
         self._engine.step()
@@ -91,7 +91,7 @@ class LoadTimer:
         return time.perf_counter()
 
 
-def _all_active(running: list[Running]) -> bool:
+def _all_active(running: list[ActiveSequence]) -> bool:
     return not any(sequence.is_over for sequence in running)
 
 

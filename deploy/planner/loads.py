@@ -18,7 +18,7 @@ from polybasic.deploy.planner.explanation import describe_shape
 from polybasic.deploy.planner.finalists import close_to_best, shape_of
 from polybasic.deploy.planner.load_costs import LoadTimer
 from polybasic.deploy.planner.measurements import DraftCosts, Measurements
-from polybasic.deploy.planner.search import Candidate, Choice, choose_plan, fastest_first
+from polybasic.deploy.planner.search import Candidate, PlanChoice, choose_plan, fastest_first
 from polybasic.deploy.planner.simulation import Simulator
 from polybasic.deploy.planner.traces import Measured
 from polybasic.deploy.settings import PlanGrid
@@ -42,7 +42,7 @@ class LoadChoice:
     """
 
     sequences: int
-    choice: Choice
+    choice: PlanChoice
     plan_of_one: Candidate
 
     @property
@@ -63,7 +63,7 @@ class LoadChoice:
 
 def choose_by_load(
     measured: Measured,
-    choice: Choice,
+    choice: PlanChoice,
     loads: Collection[int],
     timer: LoadTimer,
     budget: Budget,
@@ -112,7 +112,7 @@ def loads_compared(by_load: Collection[LoadChoice]) -> list[dict[str, Any]]:
     ]
 
 
-def _choice_of_one(measured: Measured, choice: Choice) -> Choice:
+def _choice_of_one(measured: Measured, choice: PlanChoice) -> PlanChoice:
     """The same choice, or one among plans under which a seed means a text."""
     if not choice.best.measurements.is_random:
         return choice
@@ -127,7 +127,9 @@ class _LoadSearch:
     best: what a member costs beside the target, and a row beside a pass, grows with the load.
     """
 
-    def __init__(self, of_one: Choice, grid: PlanGrid, timer: LoadTimer, budget: Budget) -> None:
+    def __init__(
+        self, of_one: PlanChoice, grid: PlanGrid, timer: LoadTimer, budget: Budget
+    ) -> None:
         self.plan_of_one, self.base = of_one.best, of_one.best.measurements
         self._last, self._grid, self._timer, self._budget = of_one, grid, timer, budget
         self._simulator = Simulator(self.base)

@@ -80,7 +80,7 @@ class DraftCosts:
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class AcceptanceTrace:
     """One answer y of the target, N tokens, and how every model rates it.
 
     At position t the tokens before y_t are given, and y_t is the next to be drawn.
@@ -140,7 +140,7 @@ class Trace:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Trace":
+    def from_json(cls, content: Mapping[str, Any]) -> "AcceptanceTrace":
         return cls(
             task=content["task"],
             probability=_values(content["probability"]),
@@ -176,7 +176,7 @@ class Measurements:
         rules: of the plans that all numbers are for, the one that keeps the most tokens first.
         link: that each pass of the target goes over; None where it runs beside the others.
         message_seconds: of a block that goes over it, beside the link and the pass.
-        least_probabilities: of candidates, that `Trace.likely` counts.
+        least_probabilities: of candidates, that `AcceptanceTrace.likely` counts.
         is_optimistic: whether those below go on while its answer is under way.
     """
 
@@ -190,7 +190,7 @@ class Measurements:
     shares_cache: dict[str, str]
     block_overhead_seconds: dict[str, float]
     ngram_seconds: float
-    traces: list[Trace]
+    traces: list[AcceptanceTrace]
     windows: dict[str, Window] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ("coupled",)
     link: Link | None = None
@@ -263,7 +263,7 @@ class Measurements:
             shares_cache=dict(content["shares_cache"]),
             block_overhead_seconds=dict(content["block_overhead_seconds"]),
             ngram_seconds=content["ngram_seconds"],
-            traces=[Trace.from_json(trace) for trace in content["traces"]],
+            traces=[AcceptanceTrace.from_json(trace) for trace in content["traces"]],
             windows={name: Window(**window) for name, window in content["windows"].items()},
             rules=tuple(content["rules"]),
             link=None if content["link"] is None else Link.of(content["link"]),

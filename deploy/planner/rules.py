@@ -7,7 +7,7 @@ nothing to draw, and all rules are one.
 from typing import Any
 
 from polybasic.chain.formats.plan import Rule
-from polybasic.deploy.planner.search import MIN_GAIN, Choice
+from polybasic.deploy.planner.search import MIN_GAIN, PlanChoice
 from polybasic.deploy.settings import PlanSettings
 
 
@@ -20,7 +20,7 @@ def rules_to_compare(settings: PlanSettings) -> tuple[tuple[Rule, ...], ...]:
     return (("coupled",), ("block", "token")) if settings.rule == "auto" else ((settings.rule,),)
 
 
-def rules_compared(choice: Choice) -> list[dict[str, Any]]:
+def rules_compared(choice: PlanChoice) -> list[dict[str, Any]]:
     """The best plan of each rule, the fastest first, as plain JSON; none if there is only one."""
     best = [choice.best, *choice.other_rules] if choice.other_rules else []
     return [
@@ -34,7 +34,7 @@ def rules_compared(choice: Choice) -> list[dict[str, Any]]:
     ]
 
 
-def rule_verdict(choice: Choice) -> str | None:
+def rule_verdict(choice: PlanChoice) -> str | None:
     """Why tokens are drawn by a rule; None where none is drawn."""
     best = choice.best
     if best.measurements.temperature == 0:

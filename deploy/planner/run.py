@@ -21,7 +21,7 @@ from polybasic.deploy.planner.loads import choose_by_load, loads_compared
 from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.message_costs import message_seconds
 from polybasic.deploy.planner.rules import rules_to_compare
-from polybasic.deploy.planner.search import Choice, choose_plan
+from polybasic.deploy.planner.search import PlanChoice, choose_plan
 from polybasic.deploy.planner.traces import answer_prompts, measure
 from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.prompts import Question, choose_fitting, read_questions
@@ -43,7 +43,7 @@ class Planning:
     """
 
     measured: MeasuredPlan
-    choice: Choice
+    choice: PlanChoice
     measurements: tuple[Measurements, ...]
     is_recorded: bool = False
 

@@ -85,7 +85,7 @@ class WindowTrial:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """The outcome of a search.
 
     Attributes:
@@ -167,7 +167,7 @@ def choose_plan(
     num_draws: int = NUM_DRAWS,
     among: Collection[tuple[Rule, MemberSet]] | None = None,
     simulator: Simulator | None = None,
-) -> Choice:
+) -> PlanChoice:
     """The fastest plan of every set of members, with the rule of the fastest of all.
 
     Args:
@@ -181,7 +181,7 @@ def choose_plan(
     Raises:
         UserError: a measurement without traces.
     """
-    by_rule: dict[Rule, Choice] = {}
+    by_rule: dict[Rule, PlanChoice] = {}
     for measurement in measurements:
         simulating = (
             simulator.at(measurement) if simulator else Simulator(measurement, seed, num_draws)
@@ -195,10 +195,10 @@ def choose_plan(
                 num_simulated += num
                 candidates.append(best)
         if candidates:
-            by_rule[best_rule] = Choice(fastest_first(candidates), num_simulated)
+            by_rule[best_rule] = PlanChoice(fastest_first(candidates), num_simulated)
         for rule in others if candidates else ():
             again = [_with_rule(candidate, rule, simulating) for candidate in candidates]
-            by_rule[rule] = Choice(fastest_first(again), len(again))
+            by_rule[rule] = PlanChoice(fastest_first(again), len(again))
     fastest = min(choice.best.seconds_per_token for choice in by_rule.values())
     chosen = next(
         choice
@@ -226,12 +226,12 @@ def _with_rule(candidate: Candidate, rule: Rule, simulator: Simulator) -> Candid
 
 
 def choose_windows(
-    choice: Choice,
+    choice: PlanChoice,
     windowed: Sequence[Measurements],
     grid: PlanGrid,
     seed: int = 0,
     num_draws: int = NUM_DRAWS,
-) -> Choice:
+) -> PlanChoice:
     """The same choice, with windows where they save enough.
 
     Args:

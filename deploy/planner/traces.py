@@ -24,7 +24,7 @@ from polybasic.deploy.engine import Engine
 from polybasic.deploy.hardware import hardware_name
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import RoundCosts, measure_costs
-from polybasic.deploy.planner.measurements import Measurements, Trace
+from polybasic.deploy.planner.measurements import AcceptanceTrace, Measurements
 from polybasic.deploy.remote.link import Link
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.passes import alone
@@ -44,7 +44,7 @@ LONG_TRACES_SHARE, LONG_COSTS_SHARE = 0.35, 0.5
 """The same where windows are to be tried, too."""
 
 CountsByDrafter = dict[tuple[str, str], dict[int, np.ndarray]]
-"""Drafter and its verifier -> top_k -> see `polybasic.deploy.planner.measurements.Trace`."""
+"""Drafter and its verifier -> top_k -> see `AcceptanceTrace`."""
 
 
 Windows = Mapping[str, Window]
@@ -279,7 +279,7 @@ def _cache_owner(engine: Engine, name: str) -> str:
 
 def trace_answer(
     calibration: Calibration, one: CalibrationPrompt, windows: Windows, top_ks: Sequence[int]
-) -> list[Trace]:
+) -> list[AcceptanceTrace]:
     """How every model rates one answer, for each of the calibration's rules.
 
     Args:
@@ -302,7 +302,7 @@ def _trace(
     states: Mapping[str, Tensor],
     copied: dict[int, np.ndarray] | None,
     rule: Rule,
-) -> Trace:
+) -> AcceptanceTrace:
     """How every model rates one answer by a rule, given what does not depend on rules."""
     engine, sampling, grid = calibration.engine, calibration.sampling, calibration.grid
     prompt, answer = example.prompt, example.answer
@@ -346,7 +346,7 @@ def _trace(
             ranks.setdefault((drafter, name), {})[top_k] = by_text[0]
             if name != target:
                 own_ranks.setdefault((drafter, name), {})[top_k] = by_text[1]
-    return Trace(
+    return AcceptanceTrace(
         task=example.task,
         probability=probability,
         confidence=confidence,

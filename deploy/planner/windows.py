@@ -15,11 +15,16 @@ import numpy as np
 from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.costs import NUM_TURNS, RoundCosts, compare_costs
-from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, Trace
+from polybasic.deploy.planner.measurements import (
+    AcceptanceTrace,
+    DraftCosts,
+    Measurements,
+    PassCosts,
+)
 from polybasic.deploy.planner.search import (
     MIN_GAIN,
     Candidate,
-    Choice,
+    PlanChoice,
     WindowTrial,
     choose_windows,
 )
@@ -31,10 +36,10 @@ NUM_MEMBER_SETS = 2
 
 def try_windows(
     measured: Measured,
-    choice: Choice,
+    choice: PlanChoice,
     budget: Budget,
     say: Callable[[str], None],
-) -> Choice:
+) -> PlanChoice:
     """The same choice, with windows where they save enough.
 
     Each member of the best sets gets each window of the grid that is shorter than some text; the
@@ -61,7 +66,7 @@ def try_windows(
     return chosen
 
 
-def windows_tried(choice: Choice) -> list[dict[str, Any]]:
+def windows_tried(choice: PlanChoice) -> list[dict[str, Any]]:
     """The windows that were tried and what each saves, as plain JSON."""
     return [
         {
@@ -75,7 +80,7 @@ def windows_tried(choice: Choice) -> list[dict[str, Any]]:
     ]
 
 
-def window_verdict(choice: Choice, measurements: Measurements) -> str | None:
+def window_verdict(choice: PlanChoice, measurements: Measurements) -> str | None:
     """Why members see part of the context or all of it; None if there was nothing to decide."""
     if not choice.windows or all(len(candidate.names) == 1 for candidate in choice.by_members):
         return None
@@ -111,7 +116,7 @@ def _listed(windows: Sequence[Windows]) -> str:
     return " and ".join(map(str, lengths))
 
 
-def _sets_to_try(choice: Choice) -> list[Candidate]:
+def _sets_to_try(choice: PlanChoice) -> list[Candidate]:
     """The best plan of each of the best sets of members, those with more than the target."""
     by_names: dict[tuple[str, ...], Candidate] = {}
     for candidate in choice.by_members:
@@ -259,7 +264,7 @@ def _draft_ratio(without: RoundCosts, with_windows: RoundCosts, name: str) -> fl
 
 def _traces(
     calibration: Calibration, measurements: Measurements, windows: Windows, top_ks: Sequence[int]
-) -> list[Trace]:
+) -> list[AcceptanceTrace]:
     """Of all answers; traces of texts that no window shortens are reused."""
     shortest = min(window.tokens for window in windows.values())
     return [

@@ -40,7 +40,7 @@ class _Work:
             self.future.set_exception(error)
 
 
-class Runner:
+class RemoteRunner:
     """Runs work until it is closed; results and errors come by futures, which may be cancelled."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from polybasic.deploy.slots import Slot
 
 
 @dataclass(frozen=True)
-class Reply:
+class TargetReply:
     """An answer and the arrays that it carries."""
 
     answer: Answer
@@ -69,7 +69,7 @@ class HeldSequence:
         self._slot.tokens = self._stage.tokens
         yield from self._stage.catch_up()
 
-    def verify(self, asked: Verify, ids: list[int]) -> Passes[Reply]:
+    def verify(self, asked: Verify, ids: list[int]) -> Passes[TargetReply]:
         """Verify a block, and keep what the target draws itself.
 
         Raises:
@@ -81,7 +81,7 @@ class HeldSequence:
             raise malformed("a block before a sequence")
         tokens = stage.tokens
         if asked.position != len(tokens) - 1 or ids[0] != tokens[-1]:
-            return Reply(Answer(number=asked.number, num_kept=-1))
+            return TargetReply(Answer(number=asked.number, num_kept=-1))
         if len(ids) > MAX_TREE_ROWS:
             raise malformed(f"a block of {len(ids)} tokens, at most {MAX_TREE_ROWS}")
         self._check_ids(ids, len(tokens))
@@ -95,7 +95,7 @@ class HeldSequence:
         gained = [*block.tokens[: kept.num_tokens], kept.next_token]
         tokens += gained
         answer = Answer(number=asked.number, num_kept=kept.num_tokens, next_token=kept.next_token)
-        return Reply(answer, self._logprobs(kept, gained))
+        return TargetReply(answer, self._logprobs(kept, gained))
 
     def end(self) -> Passes[None]:
         """Leave the caches to others, with what they hold."""

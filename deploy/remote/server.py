@@ -31,8 +31,8 @@ from polybasic.deploy.remote.messages import (
     Working,
     malformed,
 )
-from polybasic.deploy.remote.runner import Runner
-from polybasic.deploy.remote.sequence import HeldSequence, Reply
+from polybasic.deploy.remote.runner import RemoteRunner
+from polybasic.deploy.remote.sequence import HeldSequence, TargetReply
 from polybasic.deploy.remote.target import host_and_port
 from polybasic.deploy.rounds.passes import Passes
 from polybasic.deploy.slots import BusyError
@@ -86,7 +86,7 @@ class TargetServer:
     ) -> None:
         self.chain, self._key, self._listening, self._tls = chain, key, listening, tls
         self._idle_seconds, self._say = idle_seconds, say
-        self._runner = Runner()
+        self._runner = RemoteRunner()
         self._places = threading.BoundedSemaphore(2 * chain.engine.slots.most + _MAX_WAITING)
         self._is_closed = False
         self._open: dict[threading.Thread, socket.socket] = {}
@@ -163,10 +163,12 @@ class TargetServer:
                 channel.end_sending(ENDING_SECONDS)
             raise
 
-    def _reply(self, channel: Channel, sequence: HeldSequence, message: Message) -> Reply | None:
+    def _reply(
+        self, channel: Channel, sequence: HeldSequence, message: Message
+    ) -> TargetReply | None:
         """What the sequence answers, with signs of life until then."""
         content = message.content
-        work: Passes[Reply | None]
+        work: Passes[TargetReply | None]
         if isinstance(content, Begin):
             work = sequence.begin(content, message.ids)
         elif isinstance(content, Verify):

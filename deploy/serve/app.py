@@ -34,7 +34,7 @@ from polybasic.deploy.serve.responses import ResponsesReply, ResponsesRequest
 from polybasic.deploy.serve.service import Service
 from polybasic.deploy.serve.settings import ServeSettings
 from polybasic.deploy.serve.streams import EventStream, summary
-from polybasic.deploy.serve.tickets import Ticket
+from polybasic.deploy.serve.tickets import RequestHandle
 
 _PAGE = Path(__file__).parent / "page"
 PAGE_POLICY = (
@@ -202,7 +202,7 @@ async def _whole(
     return reply
 
 
-async def _all(ticket: Ticket, reply: Reply) -> None:
+async def _all(ticket: RequestHandle, reply: Reply) -> None:
     while news := await ticket.news():
         for update in news:
             reply.choices[update.index].read(update)

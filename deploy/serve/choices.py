@@ -51,9 +51,9 @@ class Choice:
         self.length = 0
         """Characters of the tokens that were named with their log-probabilities."""
 
-    def read(self, news: News) -> "Part":
+    def read(self, news: News) -> "ChoicePart":
         """Take in what has come."""
-        part, self.is_opened = Part(is_first=not self.is_opened), True
+        part, self.is_opened = ChoicePart(is_first=not self.is_opened), True
         for piece in news.pieces:
             part.text += piece.text
             part.token_ids += piece.token_ids
@@ -83,7 +83,7 @@ class Choice:
         return part
 
 
-class Part:
+class ChoicePart:
     """What a chunk carries of an answer.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from polybasic.deploy.rounds.logprobs import TokenLogprobs
-from polybasic.deploy.serve.choices import Choice, Json, Part, Prompt
+from polybasic.deploy.serve.choices import Choice, ChoicePart, Json, Prompt
 from polybasic.deploy.serve.costs import costs
 from polybasic.deploy.serve.errors import ApiError
 from polybasic.deploy.serve.protocol import ChatRequest, CompletionRequest
@@ -101,7 +101,7 @@ class Reply(ABC):
         """Chunks before the first tokens."""
 
     @abstractmethod
-    def _delta(self, choice: Choice, part: Part) -> Json:
+    def _delta(self, choice: Choice, part: ChoicePart) -> Json:
         """A part of an answer, in a chunk."""
 
     @abstractmethod
@@ -199,7 +199,7 @@ class ChatReply(Reply):
         delta = {"role": "assistant", "content": ""}
         yield self._chunk([_streamed(choice.index, {"delta": delta})], extras)
 
-    def _delta(self, choice: Choice, part: Part) -> Json:
+    def _delta(self, choice: Choice, part: ChoicePart) -> Json:
         delta = self._reasoning(part.reasoning)
         if part.calls:
             first = len(choice.calls) - len(part.calls)
@@ -281,7 +281,7 @@ class CompletionReply(Reply):
             said["prompt_token_ids"] = choice.prompt.token_ids
         yield self._chunk([_streamed(choice.index, said)])
 
-    def _delta(self, choice: Choice, part: Part) -> Json:
+    def _delta(self, choice: Choice, part: ChoicePart) -> Json:
         said = {"text": part.text, **self._logprobs(choice, part.logprobs)}
         return _streamed(choice.index, said | self._ids(part.token_ids))
 

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
-from polybasic.deploy.serve.choices import Choice, Json, Part
+from polybasic.deploy.serve.choices import Choice, ChoicePart, Json
 from polybasic.deploy.serve.errors import ApiError
 from polybasic.deploy.serve.fields import Fields, JsonObject
 from polybasic.deploy.serve.protocol import MAX_MESSAGES, MOST
@@ -269,7 +269,7 @@ class ResponsesReply(ChatReply):
         told = error.body["error"]
         return self._event("error", **{name: told[name] for name in ("code", "message", "param")})
 
-    def _told(self, part: Part) -> Iterator[Json]:
+    def _told(self, part: ChoicePart) -> Iterator[Json]:
         if part.reasoning:
             yield from self._add_text("reasoning", part.reasoning)
         if part.content:

@@ -20,7 +20,7 @@ from polybasic.deploy.serve.errors import (
     shutting_down,
 )
 from polybasic.deploy.serve.metrics import Metrics
-from polybasic.deploy.serve.tickets import Job, News, Ticket
+from polybasic.deploy.serve.tickets import Job, News, RequestHandle
 from polybasic.deploy.slots import BusyError
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class _State:
 
     waiting: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
-    gone: set[Ticket] = field(default_factory=set)
+    gone: set[RequestHandle] = field(default_factory=set)
     is_draining: bool = False
     is_stopping: bool = False
 
@@ -81,7 +81,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="polybasic-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._outbox: list[tuple[Ticket, News | ApiError]] = []
+        self._outbox: list[tuple[RequestHandle, News | ApiError]] = []
         self._is_urgent = False
         self._sent_at = self._looked_at = 0.0
         self._num_failures = 0
@@ -105,7 +105,7 @@ class Scheduler:
         """Whether no answer runs or waits."""
         return not (self._state.waiting or self._state.running)
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: RequestHandle) -> None:
         """Take a request.
 
         Raises:
@@ -139,7 +139,7 @@ class Scheduler:
         if num > most:
             raise bad_request(f"{num} answers in one request; at most {most} are taken", "n")
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: RequestHandle) -> None:
         """Give a request up, whatever has become of it; its sequences are free after this pass."""
         if ticket.is_over:
             return
@@ -346,7 +346,7 @@ class Scheduler:
         self.metrics.waiting.set(len(self._state.waiting))
 
 
-def _deliver(outbox: list[tuple[Ticket, News | ApiError]]) -> None:
+def _deliver(outbox: list[tuple[RequestHandle, News | ApiError]]) -> None:
     for ticket, news in outbox:
         ticket.deliver(news)
 

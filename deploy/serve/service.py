@@ -31,7 +31,7 @@ from polybasic.deploy.serve.replies import ChatReply, CompletionReply, Reply
 from polybasic.deploy.serve.scheduler import Limits, Scheduler, readable
 from polybasic.deploy.serve.settings import ServeSettings
 from polybasic.deploy.serve.texts import TokenTexts
-from polybasic.deploy.serve.tickets import Ticket
+from polybasic.deploy.serve.tickets import RequestHandle
 from polybasic.deploy.serve.tools import Tool, style_of
 
 _SEED_BITS = 53
@@ -82,7 +82,7 @@ class Service:
         request_id: str,
         client: str,
         made: Callable[..., Reply] | None = None,
-    ) -> tuple[Ticket, Reply]:
+    ) -> tuple[RequestHandle, Reply]:
         """Check a request and give it to the scheduler.
 
         Args:
@@ -107,7 +107,7 @@ class Service:
             for choice in range(asked.n):
                 each = options | {"max_new_tokens": num, "choice": choice}
                 jobs.append((prompt.token_ids, each))
-        ticket = Ticket(request_id, client, jobs)
+        ticket = RequestHandle(request_id, client, jobs)
         made = made or (ChatReply if isinstance(asked, ChatRequest) else CompletionReply)
         name = self.settings.model_names[0]
         reply = made(asked, prompts, name, self.texts, self.chain.stop_tokens, self._calls)

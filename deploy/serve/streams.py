@@ -13,7 +13,7 @@ from polybasic.deploy.serve.guard import ClientGone, unless_gone
 from polybasic.deploy.serve.protocol import ChatRequest, CompletionRequest
 from polybasic.deploy.serve.replies import Reply
 from polybasic.deploy.serve.service import Service
-from polybasic.deploy.serve.tickets import News, Ticket
+from polybasic.deploy.serve.tickets import News, RequestHandle
 
 _ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -27,7 +27,7 @@ class EventStream(Response):
         self,
         service: Service,
         asked: ChatRequest | CompletionRequest,
-        ticket: Ticket,
+        ticket: RequestHandle,
         reply: Reply,
         first: Sequence[News],
         summary: dict[str, Any],

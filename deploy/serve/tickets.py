@@ -35,7 +35,7 @@ class News:
 class Job:
     """One answer, from its place in the queue to its end."""
 
-    ticket: "Ticket"
+    ticket: "RequestHandle"
     index: int
     prompt: list[int]
     options: dict[str, Any]
@@ -44,7 +44,7 @@ class Job:
     last_at: float = 0.0
 
 
-class Ticket:
+class RequestHandle:
     """A request's answers, and what the scheduler says of them.
 
     Args:

@@ -26,7 +26,7 @@ from polybasic.recipes.pipeline.disk import check_free
 from polybasic.recipes.pipeline.prompts import bench_prompts, plan_prompts
 from polybasic.recipes.pipeline.running import (
     NOTHING_EARLIER,
-    Stage,
+    PipelineStage,
     StageState,
     Workspace,
     closure,
@@ -48,7 +48,7 @@ _MODULES = {
 }
 
 
-def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
+def check_inputs(recipe: Recipe, stages: Sequence[PipelineStage]) -> None:
     """Refuse a run whose inputs or packages are missing, before anything is written.
 
     Raises:
@@ -97,7 +97,7 @@ def _check_given(recipe: Recipe) -> None:
         )
 
 
-def foresee(stages: Sequence[Stage], workspace: Workspace) -> dict[str, StageState]:
+def foresee(stages: Sequence[PipelineStage], workspace: Workspace) -> dict[str, StageState]:
     """What each stage would do, without doing it.
 
     Where a stage before it will run, or something must be downloaded, a stage's inputs are not
@@ -118,7 +118,7 @@ def foresee(stages: Sequence[Stage], workspace: Workspace) -> dict[str, StageSta
 
 
 def estimate(
-    stages: Sequence[Stage],
+    stages: Sequence[PipelineStage],
     workspace: Workspace,
     only: Sequence[str] | None,
     hardware: Hardware = CPU,

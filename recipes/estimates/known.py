@@ -13,7 +13,7 @@ from polybasic.chain.readable import counted
 from polybasic.deploy.prompts import read_questions
 from polybasic.recipes.estimates.sizes import has_weights
 from polybasic.recipes.pipeline.prompts import PromptSource, bench_prompts, plan_prompts
-from polybasic.recipes.pipeline.running import Stage
+from polybasic.recipes.pipeline.running import PipelineStage
 from polybasic.recipes.pipeline.sources import chat_template_of
 from polybasic.recipes.schema.recipe import Recipe
 
@@ -23,7 +23,7 @@ READ_SECONDS = 20.0
 """After which the rows that were read stand for all."""
 
 
-def known_lines(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
+def known_lines(recipe: Recipe, stages: Sequence[PipelineStage]) -> Iterator[str]:
     """A line for each input: what was read of it, or that it is yet to be downloaded.
 
     Nothing is downloaded or written.

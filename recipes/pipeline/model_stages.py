@@ -23,7 +23,7 @@ from polybasic.recipes.pipeline.conversation_rows import (
 )
 from polybasic.recipes.pipeline.dtypes import settle_dtype
 from polybasic.recipes.pipeline.provenance import git_commit, package_versions
-from polybasic.recipes.pipeline.running import Stage, Workspace, started_inputs
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace, started_inputs
 from polybasic.recipes.pipeline.sources import (
     answers_of,
     checkpoint_of,
@@ -48,7 +48,7 @@ def _identify_model(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return model_digests(folder)
 
 
-def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
+def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> PipelineStage:
     """Train or import the draft head of the model that stage `source` gave.
 
     Args:
@@ -106,7 +106,7 @@ def head_stage(recipe: Recipe, name: str, source: str, copy: str) -> Stage:
 
     needs = conversation_stages(recipe, source) + ((copy,) if learns_from_copy else ())
     needs += (_STEERED,) if steers else ()
-    return Stage(name, needs, inputs, run, _identify_model, _HEAD_PROGRESS, is_of_all=True)
+    return PipelineStage(name, needs, inputs, run, _identify_model, _HEAD_PROGRESS, is_of_all=True)
 
 
 def draft_settings(recipe: Recipe, stage: str) -> DraftSettings:
@@ -151,7 +151,7 @@ def _train(workspace: Workspace, source: str, out: Path, **given: Any) -> dict[s
     return summary
 
 
-def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
+def quantized_stage(recipe: Recipe, name: str, source: str) -> PipelineStage:
     """Make the 4-bit copy of the model that stage `source` gave: by AWQ, or without a section
     `quantize` in blocks, as `polybasic.recipes.pipeline.beside` has them."""
 
@@ -199,7 +199,7 @@ def quantized_stage(recipe: Recipe, name: str, source: str) -> Stage:
         write_json(folder / QUALITY_NAME, quality)
         return quality
 
-    return Stage(name, conversation_stages(recipe, source), inputs, run, _identify_model)
+    return PipelineStage(name, conversation_stages(recipe, source), inputs, run, _identify_model)
 
 
 def _write_in_few_bits(workspace: Workspace, model: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.chain.processes.place import Place
-from polybasic.recipes.pipeline.running import Stage, Workspace
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace
 from polybasic.recipes.pipeline.sources import (
     CONVERSATIONS_NAME,
     REGENERATED,
@@ -29,7 +29,7 @@ from polybasic.train.settings import RegenerateSettings
 if TYPE_CHECKING:
     from polybasic.deploy.answering import LoneTarget
     from polybasic.deploy.rounds.warping import Sampling
-    from polybasic.train.answers.answerer import Answer, Answerer, Prompt
+    from polybasic.train.answers.answerer import Answerer, AskedPrompt, WrittenTurn
     from polybasic.train.data.chat import UserTurn
 
 ANSWERS_NAME = "answers"
@@ -190,12 +190,12 @@ class RuntimeAnswerer:
         self.num_parallel = target.sequences
         self.identity: dict[str, Any] = {"through": "runtime"}
 
-    async def answer(self, prompt: "Prompt") -> "Answer":
+    async def answer(self, prompt: "AskedPrompt") -> "WrittenTurn":
         """Answer one prompt, as the checkpoint's defaults say beside the temperature."""
         sampling = replace(self._target.sampling, temperature=prompt.temperature, seed=prompt.seed)
         return await self._complete(prompt.token_ids, prompt.max_new_tokens, sampling)
 
-    async def write(self, turn: "UserTurn", seed: int) -> "Answer":
+    async def write(self, turn: "UserTurn", seed: int) -> "WrittenTurn":
         """Write one question, whatever the checkpoint's defaults say: they are made for answers."""
         from polybasic.deploy.rounds.warping import Sampling
         from polybasic.train.answers.self_prompting import MOST_TOKENS, TEMPERATURE, TOP_P
@@ -212,12 +212,12 @@ class RuntimeAnswerer:
         max_new_tokens: int,
         sampling: "Sampling",
         stop_tokens: Iterable[int] = (),
-    ) -> "Answer":
+    ) -> "WrittenTurn":
         """Go on behind a prompt; an interrupt takes effect between two passes of the target.
 
         Whoever waits for a text runs the next pass, which brings all of them forward.
         """
-        from polybasic.train.answers.answerer import Answer
+        from polybasic.train.answers.answerer import WrittenTurn
 
         running = self._target.begin(token_ids, max_new_tokens, sampling, stop_tokens)
         with closing(running):
@@ -226,7 +226,7 @@ class RuntimeAnswerer:
                 await asyncio.sleep(0)
             is_cut = running.statistics.stopped_by == "length"
             tokens = [token for piece in running.take() for token in piece.token_ids]
-        return Answer(self._target.text(tokens), is_cut)
+        return WrittenTurn(self._target.text(tokens), is_cut)
 
 
 def _identify(workspace: Workspace, folder: Path) -> dict[str, Any]:
@@ -234,12 +234,12 @@ def _identify(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 
 # what is written, which is their progress, lies in the journals, outside of the stages' folders
-SELF_PROMPTED_STAGE = Stage(
+SELF_PROMPTED_STAGE = PipelineStage(
     SELF_PROMPTED, ("target",), _question_inputs, _write_questions, _identify_questions, ()
 )
 
 
-def regenerated_stage(recipe: Recipe) -> Stage:
+def regenerated_stage(recipe: Recipe) -> PipelineStage:
     """The stage of the answers, behind that of the questions where the target writes some."""
     needs = ("data", "target", *([SELF_PROMPTED] if recipe.data.self_prompted else []))
-    return Stage(REGENERATED, needs, _inputs, _run, _identify, progress=(), is_of_all=True)
+    return PipelineStage(REGENERATED, needs, _inputs, _run, _identify, progress=(), is_of_all=True)

@@ -16,7 +16,7 @@ from polybasic.chain.processes.joining import joined
 from polybasic.recipes.estimates.dry_run import check_disk, estimate
 from polybasic.recipes.pipeline.running import (
     RECORD_NAME,
-    Stage,
+    PipelineStage,
     Workspace,
     closure,
     locked,
@@ -68,7 +68,10 @@ def run_recipe(
 
 
 def _begin(
-    workspace: Workspace, stages: Sequence[Stage], only: Sequence[str] | None, held: ExitStack
+    workspace: Workspace,
+    stages: Sequence[PipelineStage],
+    only: Sequence[str] | None,
+    held: ExitStack,
 ) -> int:
     """Check what can be checked before the work, lock the folder and write the recipe.
 
@@ -121,7 +124,7 @@ def _check_same_disk(recipe: Path, written_at: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _refuse_replacing(workspace: Workspace, stages: Sequence[Stage]) -> None:
+def _refuse_replacing(workspace: Workspace, stages: Sequence[PipelineStage]) -> None:
     """Refuse to write over what no run wrote: folders without a record, the user's own recipe.
 
     Raises:

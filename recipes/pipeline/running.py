@@ -107,7 +107,7 @@ class Workspace:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One step of the pipeline.
 
     Attributes:
@@ -147,7 +147,7 @@ def started_inputs(folder: Path) -> dict[str, Any]:
     return inputs
 
 
-def closure(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
+def closure(stages: Sequence[PipelineStage], only: Sequence[str] | None) -> list[PipelineStage]:
     """The stages of `only` with everything that they need, in order; all of them for None."""
     if only is None:
         return list(stages)
@@ -158,7 +158,7 @@ def closure(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
     return [stage for stage in stages if stage.name in wanted]
 
 
-def state_of(stage: Stage, workspace: Workspace) -> StageState:
+def state_of(stage: PipelineStage, workspace: Workspace) -> StageState:
     """Compare today's inputs with the record; `stage.needs` must be whole."""
     inputs = stage.inputs(workspace)
     digest = sha256_of_object(inputs)
@@ -179,7 +179,7 @@ def state_of(stage: Stage, workspace: Workspace) -> StageState:
 
 
 def run_stages(
-    stages: Sequence[Stage],
+    stages: Sequence[PipelineStage],
     workspace: Workspace,
     only: Sequence[str] | None,
     say: Callable[[str], None],
@@ -208,13 +208,15 @@ def run_stages(
             stage.run(workspace, partial_path(workspace.folder(stage.name)))
 
 
-def _run_where_needed(stage: Stage, workspace: Workspace, say: Callable[[str], None]) -> None:
+def _run_where_needed(
+    stage: PipelineStage, workspace: Workspace, say: Callable[[str], None]
+) -> None:
     if (fields := _next_state(stage, workspace, say)) is not None:
         _run_stage(stage, workspace, StageState(**fields), say)
 
 
 def _next_state(
-    stage: Stage, workspace: Workspace, say: Callable[[str], None]
+    stage: PipelineStage, workspace: Workspace, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Of a stage that is not whole, the fields of its `StageState`, as JSON content."""
     finish_rename(workspace.folder(stage.name))
@@ -253,7 +255,7 @@ def locked(out: Path) -> AbstractContextManager[None]:
     return locked_folder(out, what, "wait for it, or choose another folder with --out")
 
 
-def _refuse_to_discard(stage: Stage, workspace: Workspace, inputs: dict[str, Any]) -> None:
+def _refuse_to_discard(stage: PipelineStage, workspace: Workspace, inputs: dict[str, Any]) -> None:
     """Refuse to start over where a run with other inputs was interrupted and could continue.
 
     Raises:
@@ -272,7 +274,7 @@ def _refuse_to_discard(stage: Stage, workspace: Workspace, inputs: dict[str, Any
 
 
 def _run_stage(
-    stage: Stage, workspace: Workspace, state: StageState, say: Callable[[str], None]
+    stage: PipelineStage, workspace: Workspace, state: StageState, say: Callable[[str], None]
 ) -> None:
     folder, started_seconds = workspace.folder(stage.name), time.monotonic()
     if state.action == "run":

@@ -13,7 +13,7 @@ from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.kept import folder_stamp
 from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.terminal import say
-from polybasic.recipes.pipeline.running import Stage, Workspace
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace
 from polybasic.recipes.pipeline.small import check_small
 from polybasic.recipes.pipeline.sources import (
     MERGED_NAME,
@@ -123,8 +123,8 @@ def _identify_small_target(workspace: Workspace, folder: Path) -> dict[str, Any]
     return checkpoint_stamp(small.model)
 
 
-TARGET = Stage("target", (), _target_inputs, _run_target, _identify_target)
-SMALL_TARGET = Stage(
+TARGET = PipelineStage("target", (), _target_inputs, _run_target, _identify_target)
+SMALL_TARGET = PipelineStage(
     "small_target",
     ("target",),
     _small_target_inputs,

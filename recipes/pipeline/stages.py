@@ -24,7 +24,7 @@ from polybasic.recipes.pipeline.prompts import (
 )
 from polybasic.recipes.pipeline.provenance import git_commit, package_versions
 from polybasic.recipes.pipeline.regenerated_stage import SELF_PROMPTED_STAGE, regenerated_stage
-from polybasic.recipes.pipeline.running import Stage, Workspace
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace
 from polybasic.recipes.pipeline.source_stages import SMALL_TARGET, TARGET
 from polybasic.recipes.pipeline.sources import (
     head_stamp,
@@ -37,7 +37,7 @@ from polybasic.recipes.schema.recipe import Recipe
 PLAN_NAME = "plan.json"
 
 
-def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
+def stages_of(recipe: Recipe) -> tuple[PipelineStage, ...]:
     """The stages of a recipe in order; those of the smaller model only where it has one."""
     stages = [DATA, TARGET]
     stages += [SELF_PROMPTED_STAGE] if recipe.data.self_prompted is not None else []
@@ -57,7 +57,7 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
         if recipe.small_has_head:
             stages.append(head_stage(recipe, "small_draft", source="small_target", copy="small"))
     needs = ("data", *model_stages(recipe))
-    stages.append(Stage("chain", needs, _chain_inputs, _run_chain, _identify_chain))
+    stages.append(PipelineStage("chain", needs, _chain_inputs, _run_chain, _identify_chain))
     return (*stages, PLAN, REPORT)
 
 
@@ -232,6 +232,8 @@ def _identify_report(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return {"report": sha256_of_file(workspace.folder("chain") / "report" / "report.json")}
 
 
-DATA = Stage("data", (), _data_inputs, _run_data, _identify_data)
-PLAN = Stage("plan", ("data", "chain"), _plan_inputs, _run_plan, _identify_plan)
-REPORT = Stage("report", ("data", "chain", "plan"), _report_inputs, _run_report, _identify_report)
+DATA = PipelineStage("data", (), _data_inputs, _run_data, _identify_data)
+PLAN = PipelineStage("plan", ("data", "chain"), _plan_inputs, _run_plan, _identify_plan)
+REPORT = PipelineStage(
+    "report", ("data", "chain", "plan"), _report_inputs, _run_report, _identify_report
+)

@@ -8,7 +8,9 @@ comparison = load_script("comparison")
 
 
 def figure(median: float, noise: float = 0.02):
-    return comparison.Figure(median, tuple(median * (1 + noise * step) for step in (-1, 0, 1)))
+    return comparison.ComparedFigure(
+        median, tuple(median * (1 + noise * step) for step in (-1, 0, 1))
+    )
 
 
 THEN = {
@@ -63,4 +65,4 @@ def test_times_next_to_nothing_are_not_judged() -> None:
 def test_a_figure_is_read_back_in_five_digits() -> None:
     (median, *turns) = figure(1.23456789).to_json()
     assert median == 1.2346
-    assert comparison.Figure.from_json([median, *turns]).turns == tuple(turns)
+    assert comparison.ComparedFigure.from_json([median, *turns]).turns == tuple(turns)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 
 
 def session_of(chain: Path, work: Path) -> Any:
-    return sessions.Session(chain, [None], work / "record.md", work, CPU)
+    return sessions.GpuSession(chain, [None], work / "record.md", work, CPU)
 
 
 @pytest.mark.proof
@@ -88,11 +88,11 @@ def test_parts_end_fail_and_are_left_out(tmp_path: Path) -> None:
         raise AssertionError("there is no time for it")
 
     listed = [
-        parts.Part("first", 60, whole),
-        parts.Part("wrong", 60, wrong),
-        parts.Part("slow", 60, slow),
-        parts.Part("never", 60, never, least=100.0),
-        parts.Part("last", 60, whole),
+        parts.GpuPart("first", 60, whole),
+        parts.GpuPart("wrong", 60, wrong),
+        parts.GpuPart("slow", 60, slow),
+        parts.GpuPart("never", 60, never, least=100.0),
+        parts.GpuPart("last", 60, whole),
     ]
 
     def save() -> None:
@@ -107,7 +107,7 @@ def test_parts_end_fail_and_are_left_out(tmp_path: Path) -> None:
     assert found["slow"]["left_out"] == ["what does not fit: no time was left"]
     assert found["first"]["figures"] == {"figure": 1.0}
     # another process goes on after what the record has
-    parts.run_parts([*listed, parts.Part("new", 60, whole)], session, time.time() + 90, save)
+    parts.run_parts([*listed, parts.GpuPart("new", 60, whole)], session, time.time() + 90, save)
     assert list(session.parts) == ["first", "wrong", "slow", "never", "last", "new"]
 
 
@@ -200,7 +200,7 @@ def test_plans_that_are_found_are_the_fastest(
 ) -> None:
     session = session_of(tiny_chain, tmp_path)
     session.chains["gpu-7b"] = load_chain(tiny_chain)
-    monkeypatch.setattr(sessions.Session, "prompts_of", lambda *_: [[1, 2, 3]])
+    monkeypatch.setattr(sessions.GpuSession, "prompts_of", lambda *_: [[1, 2, 3]])
     shape = {"depth": 2, "top_k": 2, "rows": 4, "least_probability": 0.0}
     asked: list[Any] = []
 

@@ -63,14 +63,14 @@ def test_an_answer_that_is_not_streamed() -> None:
     "data", [STREAM, STREAM[:40], b"", DONE, STREAM + b'data: {"error": {"code": 500}}\n\n' + DONE]
 )
 def test_a_stream_that_breaks_off_is_no_answer(data: bytes) -> None:
-    with pytest.raises(load.Refused):
+    with pytest.raises(load.RefusedRequest):
         load.read_answer(BODY, 0.0, [(1.0, HEAD + data)])
 
 
 def test_a_response_that_breaks_off_or_refuses_is_no_answer() -> None:
     whole = CHUNKED + chunked(STREAM + DONE, 30)
     for data in (b"", HEAD[:-3], whole[:-7], whole[:-40], HEAD.replace(b"200", b"503") + b"busy"):
-        with pytest.raises(load.Refused):
+        with pytest.raises(load.RefusedRequest):
             load.read_answer(BODY, 0.0, [(1.0, data)])
     assert load.read_answer(BODY, 0.0, [(1.0, whole)]).text == "Zwölf Uhr"
 
@@ -144,7 +144,7 @@ def test_no_request_begins_after_the_time(address: str) -> None:
 
 
 def test_a_system_without_its_answers_is_no_figure(address: str) -> None:
-    system = systems.System("fake", load.Server("fake", address, None), {})
+    system = systems.ServedSystem("fake", load.ServerProcess("fake", address, None), {})
     assert len(system.load(iter([[2], [4]]), 3, 1).received) == 2
     with pytest.raises(UserError, match="1 of fake; 503 busy"):
         system.load(iter([[2], [3]]), 3, 1)
@@ -156,12 +156,12 @@ def test_systems_take_turns_and_are_compared_with_the_best_other(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "WARM_UP_SECONDS", 0.0)
-    server = load.Server("fake", address, None)
+    server = load.ServerProcess("fake", address, None)
     names = ("polybasic", "polybasic fixed", "llama-server")
-    all_systems = [systems.System(name, server, {}) for name in names]
+    all_systems = [systems.ServedSystem(name, server, {}) for name in names]
     loads = serving.measured_loads(all_systems, [[2], [4]], 3, [2], 0.15, 2)
     assert {len(turns) for of_one in loads.values() for turns in of_one.values()} == {2}
-    report = serving.Report(prints=False)
+    report = serving.ScriptReport(prints=False)
     serving.report_load(report, loads, {(2,): "Zwölf Uhr", (4,): "another"})
     text = report.text
     assert text.count("| polybasic fixed") == 4

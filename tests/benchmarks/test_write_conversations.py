@@ -44,13 +44,13 @@ def test_a_batch_writes_what_each_prompt_gets_alone(
     for answer in alone:
         ends = [place for place, token in enumerate(answer) if token in stops]
         expected.append((answer[: min(ends, default=NUM_TOKENS)], bool(ends)))
-    batch = script.Batch(model, stops, seed=0)
+    batch = script.AnswerBatch(model, stops, seed=0)
     assert batch.continued(PROMPTS, NUM_TOKENS, sampled=False) == expected
 
 
 def test_drawn_tokens_are_of_the_nucleus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    batch = script.Batch(model, {1}, seed=0)
+    batch = script.AnswerBatch(model, {1}, seed=0)
     logits = torch.tensor([[0.55, 0.30, 0.11, 0.03, 0.01]]).log() * script.TEMPERATURE
     monkeypatch.setattr(batch, "_head", lambda states: logits.expand(4000, -1))
     shares = batch._drawn(torch.zeros(4000, 1), sampled=True).bincount(minlength=5) / 4000
@@ -72,7 +72,7 @@ def test_an_interrupted_run_keeps_what_it_wrote_behind_what_is_shipped(
         encode = AutoTokenizer.from_pretrained(folder).encode
         return [script.Text(encode(text, add_special_tokens=False), has_ended=True)]
 
-    monkeypatch.setattr(script.Batch, "continued", continued)
+    monkeypatch.setattr(script.AnswerBatch, "continued", continued)
     monkeypatch.setattr(script, "OPENED_BY_WORDS", 0)
     monkeypatch.setattr(script, "SECOND_QUESTIONS", 1)
     words = f"x {folder} --out {tmp_path / 'found.jsonl'} --num 2 --at-once 1"

@@ -12,10 +12,10 @@ from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import Chain
 from polybasic.deploy.planner.measurements import (
+    AcceptanceTrace,
     DraftCosts,
     Measurements,
     PassCosts,
-    Trace,
 )
 from polybasic.deploy.request import Request
 from polybasic.deploy.rounds.sampling import Sampling
@@ -40,14 +40,14 @@ def make_trace(
     depth: int = 4,
     ngram: dict[int, list[int]] | None = None,
     confidence: dict[str, list[float]] | None = None,
-) -> Trace:
+) -> AcceptanceTrace:
     values = {name: np.array(numbers, dtype=float) for name, numbers in probability.items()}
     seen = (
         values
         if confidence is None
         else {n: np.array(numbers) for n, numbers in confidence.items()}
     )
-    return Trace(
+    return AcceptanceTrace(
         "task",
         values,
         seen,
@@ -70,7 +70,7 @@ def after_first(measurements: Measurements) -> Measurements:
 
     traces = [
         replace(
-            Trace(*map(extended, vars(trace).values())),
+            AcceptanceTrace(*map(extended, vars(trace).values())),
             max_tokens=trace.max_tokens and trace.max_tokens + 1,
         )
         for trace in measurements.traces
@@ -83,7 +83,7 @@ def num_later(measurements: Measurements) -> int:
     return sum(len(trace) - 1 for trace in measurements.traces)
 
 
-def make_measurements(*traces: Trace, **changes: Any) -> Measurements:
+def make_measurements(*traces: AcceptanceTrace, **changes: Any) -> Measurements:
     """Passes of 9 + rows seconds for the target, a tenth of it for the model below, and so on."""
     names = tuple(traces[0].probability)
     shares = {names[0]: names[0]} | dict.fromkeys(names[1:], names[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import disk_errors, parse_json, sha256_of_object, write_json
-from polybasic.train.answers.answerer import Answer
+from polybasic.train.answers.answerer import WrittenTurn
 
 _NAME_DIGITS = 16
 
@@ -65,11 +65,11 @@ class AnswerJournal:
         with self._file, disk_errors(self.path):
             os.fsync(self._file.fileno())
 
-    def get(self, conversation: str, turn: int) -> Answer | None:
+    def get(self, conversation: str, turn: int) -> WrittenTurn | None:
         """The answer of a conversation's turn, None where it is still to be asked for."""
         return self._answers.get((conversation, turn))
 
-    def add(self, conversation: str, turn: int, answer: Answer) -> None:
+    def add(self, conversation: str, turn: int, answer: WrittenTurn) -> None:
         """Append an answer.
 
         Args:
@@ -89,9 +89,9 @@ class AnswerJournal:
         self._answers[conversation, turn] = answer
 
 
-def _read(path: Path) -> tuple[dict[tuple[str, int], Answer], int]:
+def _read(path: Path) -> tuple[dict[tuple[str, int], WrittenTurn], int]:
     """The answers of a journal, and the bytes of its whole lines."""
-    found: dict[tuple[str, int], Answer] = {}
+    found: dict[tuple[str, int], WrittenTurn] = {}
     num_whole_bytes = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -100,7 +100,7 @@ def _read(path: Path) -> tuple[dict[tuple[str, int], Answer], int]:
             num_whole_bytes += len(line)
             try:
                 content = parse_json(line, "answer", str(path), number)
-                answer = Answer(content["answer"], content.get("is_cut", False))
+                answer = WrittenTurn(content["answer"], content.get("is_cut", False))
                 found[content["conversation"], content["turn"]] = answer
             except (UserError, LookupError, TypeError, AttributeError) as error:
                 raise UserError(

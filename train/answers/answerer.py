@@ -8,7 +8,7 @@ from polybasic.train.data.chat import Messages
 
 
 @dataclass(frozen=True)
-class Prompt:
+class AskedPrompt:
     """What is asked for one answer.
 
     Attributes:
@@ -27,7 +27,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WrittenTurn:
     """What a model wrote in one turn.
 
     Attributes:
@@ -61,7 +61,7 @@ class Answerer(Protocol):
     @property
     def num_parallel(self) -> int: ...
 
-    async def answer(self, prompt: Prompt) -> Answer:
+    async def answer(self, prompt: AskedPrompt) -> WrittenTurn:
         """Answer one prompt.
 
         Raises:

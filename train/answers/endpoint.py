@@ -15,7 +15,7 @@ import openai
 from pydantic import BaseModel, Field, ValidationError
 
 from polybasic.chain.errors import UserError
-from polybasic.train.answers.answerer import Answer, FailedAnswer, Prompt
+from polybasic.train.answers.answerer import AskedPrompt, FailedAnswer, WrittenTurn
 from polybasic.train.settings import RegenerateSettings
 
 KEY_NAME = "OPENAI_API_KEY"
@@ -83,7 +83,7 @@ class Endpoint:
         self.context_tokens = context_tokens - _TEMPLATE_TOKENS
         self.num_parallel = num_parallel
 
-    async def answer(self, prompt: Prompt) -> Answer:
+    async def answer(self, prompt: AskedPrompt) -> WrittenTurn:
         """Ask for one answer; the client tries again where the server fails for a while.
 
         Raises:
@@ -103,7 +103,7 @@ class Endpoint:
         reason = choice.finish_reason
         if reason != _CUT and reason not in _WHOLE:
             raise FailedAnswer(f"an answer that is no text (finish_reason {reason})")
-        return Answer(choice.message.content or "", is_cut=reason == _CUT)
+        return WrittenTurn(choice.message.content or "", is_cut=reason == _CUT)
 
 
 @asynccontextmanager

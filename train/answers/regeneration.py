@@ -31,7 +31,7 @@ from polybasic.train.answers.accounting import (
 )
 from polybasic.train.answers.answer_journal import AnswerJournal
 from polybasic.train.answers.answer_shards import read_shards, remove_shards, write_shard
-from polybasic.train.answers.answerer import Answer, Answerer, FailedAnswer, Prompt
+from polybasic.train.answers.answerer import Answerer, AskedPrompt, FailedAnswer, WrittenTurn
 from polybasic.train.answers.seeds import seed_of
 from polybasic.train.answers.working import for_each
 from polybasic.train.data.chat import Messages, RefusedConversation, encode_prompt
@@ -254,7 +254,7 @@ class _Run:
             answer = journal.get(conversation.key, turn)
             if answer is None:
                 room = answerer.context_tokens - len(token_ids)
-                prompt = Prompt(
+                prompt = AskedPrompt(
                     asked,
                     token_ids,
                     min(self.settings.max_new_tokens, room),
@@ -334,7 +334,7 @@ def _is_answer(message: Mapping[str, str]) -> bool:
     return message["role"] == "assistant"
 
 
-def _checked(answer: Answer) -> Answer:
+def _checked(answer: WrittenTurn) -> WrittenTurn:
     """An answer that a conversation can hold: with text, and without half a character at its end.
 
     Raises:
@@ -343,7 +343,7 @@ def _checked(answer: Answer) -> Answer:
     text = answer.text.rstrip(_INCOMPLETE) if answer.is_cut else answer.text
     if not text.strip():
         raise FailedAnswer("empty answer")
-    return Answer(text, answer.is_cut)
+    return WrittenTurn(text, answer.is_cut)
 
 
 def _write(path: Path, conversations: list[_Conversation]) -> None:

@@ -21,7 +21,7 @@ from polybasic.chain.formats.files import parse_json, whole_file
 from polybasic.chain.progress import ProgressReport
 from polybasic.train.answers.accounting import listed
 from polybasic.train.answers.answer_journal import AnswerJournal
-from polybasic.train.answers.answerer import Answer
+from polybasic.train.answers.answerer import WrittenTurn
 from polybasic.train.answers.seeds import seed_of
 from polybasic.train.answers.working import for_each
 from polybasic.train.data.chat import UserTurn, user_turn
@@ -53,7 +53,7 @@ class Writer(Protocol):
     @property
     def num_parallel(self) -> int: ...
 
-    async def write(self, turn: UserTurn, seed: int) -> Answer:
+    async def write(self, turn: UserTurn, seed: int) -> WrittenTurn:
         """Go on from the opening of a user's turn, at `TEMPERATURE` and `TOP_P`, for `MOST_TOKENS`.
 
         The text may go on behind `turn.closing`, but not behind `turn.stop_tokens`.
@@ -153,7 +153,7 @@ def reason_against(question: str) -> str | None:
     return None
 
 
-def _is_cut(written: Answer, question: str) -> bool:
+def _is_cut(written: WrittenTurn, question: str) -> bool:
     """Whether a question goes on behind the last token, not so where the turn has closed before."""
     return written.is_cut and written.text.strip().endswith(question)
 

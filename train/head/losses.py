@@ -111,7 +111,7 @@ def unrolled_loss(
     return _compare(hiddens, hiddens, student, lesson, settings, eager)
 
 
-class Predicted(NamedTuple):
+class PredictedStates(NamedTuple):
     """What a head predicts at one position of its drafts.
 
     Attributes:
@@ -128,7 +128,7 @@ class Predicted(NamedTuple):
 
 
 def positions_sum(
-    predicted: Iterable[Predicted],
+    predicted: Iterable[PredictedStates],
     weights: Tensor,
     token_counts: Tensor,
     teacher: LmHead,

@@ -17,7 +17,7 @@ from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import DraftHead
-from polybasic.train.head.losses import Predicted, UnrolledLoss, positions_sum, step_weights
+from polybasic.train.head.losses import PredictedStates, UnrolledLoss, positions_sum, step_weights
 from polybasic.train.settings import HeadSettings
 
 
@@ -130,13 +130,13 @@ def medusa_loss(
     counted = step_weights(share.is_assistant[:, 2:], head.num_positions)
     decays = settings.step_decay ** torch.arange(head.num_positions, device=token_counts.device)
 
-    def predicted(place: int, blocks: nn.Module) -> Predicted:
+    def predicted(place: int, blocks: nn.Module) -> PredictedStates:
         rows = counted[place, :, place:]  # of the states, moved by what lies between
         num_rows = rows.shape[1]
         path = torch.stack([token_ids[:, s : s + num_rows] for s in range(place + 1)], -1)[rows]
         outputs = blocks(head.read(states[:, :num_rows][rows], path, place))
         student = head.projection_at(place, teacher)
-        return Predicted(outputs, outputs, taught[:, place:][rows], student)
+        return PredictedStates(outputs, outputs, taught[:, place:][rows], student)
 
     return positions_sum(
         (predicted(place, blocks) for place, blocks in enumerate(head.blocks)),

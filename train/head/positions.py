@@ -16,7 +16,7 @@ from torch import Tensor
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import DraftHead
-from polybasic.train.head.losses import Predicted, UnrolledLoss, positions_sum
+from polybasic.train.head.losses import PredictedStates, UnrolledLoss, positions_sum
 from polybasic.train.settings import HeadSettings
 
 
@@ -140,17 +140,17 @@ def positions_loss(
     weights = torch.cat((decays.new_ones(1), decays / decays.sum())) / 2
     is_counted = counted_positions(is_label, anchors, head.num_positions)
 
-    def predicted(position: int) -> Predicted:
+    def predicted(position: int) -> PredictedStates:
         student = head.projection_at(position, teacher)
         if position == 0:
             hiddens = drafted.first[is_label]
-            return Predicted(hiddens, hiddens, taught[is_label], student)
+            return PredictedStates(hiddens, hiddens, taught[is_label], student)
         counts = is_counted[:, :, position - 1]
         batch = counts.nonzero()[:, 0]
         rows = anchors[counts] + position
         hiddens = drafted.later[:, :, position - 1][counts]
         read = head.corrected(hiddens, token_ids[batch, rows])
-        return Predicted(hiddens, read, taught[batch, rows], student)
+        return PredictedStates(hiddens, read, taught[batch, rows], student)
 
     return positions_sum(
         map(predicted, range(head.num_positions)),

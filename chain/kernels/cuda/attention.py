@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.kernels.cuda.attention_kernels import attend, combine
-from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, NUM_WARPS, Gpu, Layer, Plan
+from polybasic.chain.kernels.cuda.attention_plan import (
+    MAX_TICKETS,
+    NUM_WARPS,
+    AttentionLayer,
+    AttentionPlan,
+    Gpu,
+)
 from polybasic.chain.kernels.cuda.product_launch import early_launch
 from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.torch.operations import Heads
@@ -33,13 +39,13 @@ def attention(
     nothing is 0. All calls on a device share what the first one allocates, which must run outside
     of a graph; calls run one after another.
     """
-    layer = Layer(heads.num_kv_heads, heads.query_groups, heads.head_dim, cache.shape[1])
-    plan = Plan.of(_gpu(qkv.device), layer, len(qkv))
+    layer = AttentionLayer(heads.num_kv_heads, heads.query_groups, heads.head_dim, cache.shape[1])
+    plan = AttentionPlan.of(_gpu(qkv.device), layer, len(qkv))
     return attention_by(plan, qkv, cache, rows, span, heads, rotation)
 
 
 def attention_by(
-    plan: Plan,
+    plan: AttentionPlan,
     qkv: Tensor,
     cache: Tensor,
     rows: DeviceRows,
@@ -79,15 +85,20 @@ class Seen:
 
 def joined_plan(
     device: torch.device, heads: Heads, capacity: int, num_rows: int, num_sequences: int
-) -> Plan:
+) -> AttentionPlan:
     """The division of `joined_attention` over as many rows of each of as many sequences."""
-    layer = Layer(heads.num_kv_heads, heads.query_groups, heads.head_dim, capacity)
+    layer = AttentionLayer(heads.num_kv_heads, heads.query_groups, heads.head_dim, capacity)
     # a second kernel takes one sequence
-    return replace(Plan.of(_gpu(device), layer, num_rows, num_sequences), combines=True)
+    return replace(AttentionPlan.of(_gpu(device), layer, num_rows, num_sequences), combines=True)
 
 
 def joined_attention(
-    plan: Plan, qkv: Tensor, addresses: Tensor, seen: Seen, heads: Heads, rotation: Rotation
+    plan: AttentionPlan,
+    qkv: Tensor,
+    addresses: Tensor,
+    seen: Seen,
+    heads: Heads,
+    rotation: Rotation,
 ) -> Tensor:
     """Attention of rows of several sequences, whose caches only the device knows, in one launch.
 
@@ -102,7 +113,7 @@ def joined_attention(
 
 
 def _launched(
-    plan: Plan, qkv: Tensor, cache: Tensor, seen: Seen, heads: Heads, rotation: Rotation
+    plan: AttentionPlan, qkv: Tensor, cache: Tensor, seen: Seen, heads: Heads, rotation: Rotation
 ) -> Tensor:
     """Attention over a cache, or where `seen` has `counts` over those at addresses."""
     for tensor in (qkv, *rotation):

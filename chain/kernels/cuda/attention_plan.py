@@ -57,7 +57,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Layer:
+class AttentionLayer:
     """What the division depends on in a layer: K, G, H, and rows of the cache."""
 
     num_kv_heads: int
@@ -72,7 +72,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """A division of one layer's attention.
 
     Attributes:
@@ -87,7 +87,7 @@ class Plan:
         num_sequences: S, that attend in one launch.
     """
 
-    layer: Layer
+    layer: AttentionLayer
     tile: int
     num_tiles: int
     num_columns: int
@@ -99,7 +99,9 @@ class Plan:
     num_sequences: int = 1
 
     @classmethod
-    def of(cls, gpu: Gpu, layer: Layer, num_rows: int, num_sequences: int = 1) -> "Plan":
+    def of(
+        cls, gpu: Gpu, layer: AttentionLayer, num_rows: int, num_sequences: int = 1
+    ) -> "AttentionPlan":
         """The division for a pass over `num_rows` rows of each of so many sequences."""
         num_queries, padded = num_rows * layer.query_groups, layer.padded_dim
         tile = min(_MAX_TILE, max(MIN_DOT, _power_of_2(num_queries)))

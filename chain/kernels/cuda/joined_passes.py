@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import Seen, joined_attention, joined_plan
-from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, Plan
+from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, AttentionPlan
 from polybasic.chain.kernels.cuda.product_launch import MAX_ROWS
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Layers, Perturbation, Runner
@@ -90,7 +90,12 @@ class JoinedPass:
     """
 
     def __init__(
-        self, executor: TorchExecutor, size: Size, plan: Plan, cache: Layers, features_width: int
+        self,
+        executor: TorchExecutor,
+        size: Size,
+        plan: AttentionPlan,
+        cache: Layers,
+        features_width: int,
     ) -> None:
         self.executor, self.size, self.plan = executor, size, plan
         device, dtype = executor.device, executor.dtype
@@ -186,7 +191,9 @@ class JoinedDraft:
     `JoinedPass`.
     """
 
-    def __init__(self, executor: TorchExecutor, size: DraftSize, plan: Plan, cache: Layers) -> None:
+    def __init__(
+        self, executor: TorchExecutor, size: DraftSize, plan: AttentionPlan, cache: Layers
+    ) -> None:
         self.executor, self.size, self.plan = executor, size, plan
         device, num, config = executor.device, size.sequences, executor.config
         self.numbers = torch.zeros(2 * max(2, num), dtype=torch.int64, device=device)
@@ -354,13 +361,15 @@ class JoinedPasses:
         self._runner.run(("drafts", id(self._executor), *key), draft.run, str(size))
         return draft.found(len(requests))
 
-    def _plan(self, cache: Layers, rows_each: int, num_sequences: int) -> Plan:
+    def _plan(self, cache: Layers, rows_each: int, num_sequences: int) -> AttentionPlan:
         """Of the attention of each layer: all have as many heads, and as many rows in caches."""
         device, heads = self._executor.device, self._executor.heads[0]
         return joined_plan(device, heads, cache[0].shape[1], rows_each, num_sequences)
 
 
-def _attend(executor: TorchExecutor, plan: Plan, seen: Sequence[Seen], addresses: Tensor) -> Attend:
+def _attend(
+    executor: TorchExecutor, plan: AttentionPlan, seen: Sequence[Seen], addresses: Tensor
+) -> Attend:
     """Attention of all layers, given what each kind of them sees and each layer's addresses."""
     weights = executor.weights
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from polybasic.chain.readable import readable_bytes
 from polybasic.chain.tables import Table, print_table
-from polybasic.deploy.bench.comparing import Change, Comparison, SystemChange
+from polybasic.deploy.bench.comparing import Comparison, NumberChange, SystemChange
 from polybasic.deploy.bench.report.lines import UNLIKELY
 from polybasic.deploy.bench.report.parts import NOT_KNOWN
 from polybasic.deploy.bench.schema import Agreement
@@ -18,7 +18,7 @@ class _Figure(NamedTuple):
 
     title: str
     unit: str
-    of: Callable[[SystemChange], Change | None]
+    of: Callable[[SystemChange], NumberChange | None]
     more: str
     less: str
     notes: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from polybasic.deploy.bench.comparing import Change, Comparison, compare
+from polybasic.deploy.bench.comparing import Comparison, NumberChange, compare
 from polybasic.deploy.bench.report.comparison import print_comparison
 from polybasic.deploy.bench.schema import LawCheck, NoiseReport, Report
 from tests.deploy.bench.report.example import example, with_system
@@ -53,7 +53,7 @@ def with_other_prompts(report: Report) -> Report:
     return report.model_copy(update={"prompts": prompts})
 
 
-def speedup(comparison: Comparison, name: str) -> Change:
+def speedup(comparison: Comparison, name: str) -> NumberChange:
     found = comparison.systems[name].speedup
     assert found is not None
     return found

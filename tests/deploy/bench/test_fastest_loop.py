@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from polybasic.deploy.bench import fastest_loop
 from polybasic.deploy.bench.fastest_loop import (
-    Choice,
+    LoopChoice,
     Way,
     candidate_attentions,
     candidate_dtypes,
@@ -55,13 +55,13 @@ def test_the_way_is_that_of_the_fastest_answer(
 
 
 def test_what_was_tried_is_said() -> None:
-    choice = Choice(FULL, 21, 96, {HALF: 1.5, FULL: 1.25, HALF_EAGER: 2}, ["float16"])
+    choice = LoopChoice(FULL, 21, 96, {HALF: 1.5, FULL: 1.25, HALF_EAGER: 2}, ["float16"])
     assert choice.shown == (
         "transformers runs in float32 with sdpa attention, which was measured here: an answer of "
         "96 tokens to a prompt of 21 takes 1.25 s (bfloat16 with sdpa attention takes 1.5 s; "
         "bfloat16 with eager attention takes 2 s). There was not enough memory to try float16."
     )
-    assert Choice(FULL, 1, 2, {FULL: 0.5}).shown.endswith("a prompt of 1 takes 0.5 s.")
+    assert LoopChoice(FULL, 1, 2, {FULL: 0.5}).shown.endswith("a prompt of 1 takes 0.5 s.")
 
 
 def test_only_what_can_be_faster_and_fits_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from polybasic.deploy.bench.peers import catalogue, process, systems
 from polybasic.deploy.bench.peers.process import PeerSystem
 from polybasic.deploy.bench.peers.systems import Mode, peer_systems
 from polybasic.deploy.bench.peers.workers import llama_library
-from polybasic.deploy.bench.peers.workers.lines import Question
+from polybasic.deploy.bench.peers.workers.lines import PeerQuestion
 from polybasic.deploy.bench.peers.workers.llama_engine import Llama, PromptLookup
 from polybasic.deploy.bench.peers.workers.llama_library import ContextParams, LlamaError
 from polybasic.deploy.rounds.sampling import Sampling
@@ -229,7 +229,7 @@ def llama(lookup: Any = None, drafter: Any = None) -> Any:
 @pytest.mark.parametrize("stop", [[], [5]])
 @pytest.mark.parametrize("num_tokens", [1, 2, 40])
 def test_drafts_save_passes_and_change_no_answer(num_tokens: int, stop: list[int]) -> None:
-    plain, question = llama(), Question([1, 1], num_tokens, stop)
+    plain, question = llama(), PeerQuestion([1, 1], num_tokens, stop)
     expected = plain.answer(question).token_ids
     assert len(expected) == num_tokens or expected[-1] in stop
     for drafted in (llama(PromptLookup(4, 2)), llama(drafter=CountingModel(wrong=3))):

@@ -26,7 +26,7 @@ from polybasic.deploy.bench.rounding import (
     NUM_ANSWERS,
     NUM_POSITIONS,
     Answered,
-    Change,
+    LogitChange,
     Rounding,
     measure_rounding,
 )
@@ -258,7 +258,7 @@ def test_logits_that_are_not_finite_are_no_rounding() -> None:
     with kernels_that(overflow):
         rounding = measured(verifier)
     assert rounding.unsound == ["blocks of 9 rows"]
-    assert rounding.ways["blocks of 9 rows"] == Change(None, None, False)
+    assert rounding.ways["blocks of 9 rows"] == LogitChange(None, None, False)
     assert 0 < rounding.tolerance < 1
     with torch.inference_mode():
         final_norm = verifier.decoder.weights.final_norm

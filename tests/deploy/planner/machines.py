@@ -4,10 +4,10 @@ import numpy as np
 
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy.planner.measurements import (
+    AcceptanceTrace,
     DraftCosts,
     Measurements,
     PassCosts,
-    Trace,
 )
 from polybasic.deploy.settings import PlanGrid
 
@@ -73,7 +73,7 @@ def make_measurements(
             sure = np.where(agrees, 0.97, 0.4) if predicts else chance.uniform(0.6, 0.99, num)
             confidence[name] = sure
         traces.append(
-            Trace(
+            AcceptanceTrace(
                 "task",
                 probability,
                 confidence,

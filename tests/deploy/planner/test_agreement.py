@@ -9,7 +9,7 @@ from polybasic.deploy.planner.agreement import (
     acceptance_by_bin,
     candidates_by_depth,
 )
-from polybasic.deploy.planner.measurements import Trace
+from polybasic.deploy.planner.measurements import AcceptanceTrace
 from tests.deploy.planner.machines import make_measurements
 
 
@@ -31,7 +31,7 @@ def test_acceptance_by_bin_at_a_temperature() -> None:
     is_first, draws_first = chance.random(4000) < 0.5, chance.random(4000) < 0.9
     q = np.where(is_first, 0.9, 0.1)
     measured = make_measurements(0, {"a": 1.0, "b": 1.0}, {"b": 0.8}, temperature=1.0)
-    trace = Trace(
+    trace = AcceptanceTrace(
         "task",
         {"a": np.full(4000, 0.5), "b": q},
         {"a": np.full(4000, 0.5), "b": q},

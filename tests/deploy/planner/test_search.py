@@ -16,7 +16,7 @@ from polybasic.deploy.planner.lattice import MemberSet
 from polybasic.deploy.planner.measurements import Measurements
 from polybasic.deploy.planner.search import (
     Candidate,
-    Choice,
+    PlanChoice,
     candidate_plans,
     choose_plan,
     member_sets,
@@ -137,7 +137,7 @@ def test_what_saves_next_to_nothing_is_left_out(gain: float, leaves_out: bool) -
 
     more, less = candidate(("a", "draft"), 1 - gain), candidate(("a",), 1.0)
     other = candidate(("a", "b"), 0.999)
-    choice = Choice((more, other, less), num_simulated=3)
+    choice = PlanChoice((more, other, less), num_simulated=3)
     assert choice.best is (less if leaves_out else more), "b is no part of the fastest"
     assert choice.runner_up is (more if leaves_out else other)
 

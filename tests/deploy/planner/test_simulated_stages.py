@@ -15,7 +15,7 @@ from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 from polybasic.deploy.planner import simulation
-from polybasic.deploy.planner.measurements import Measurements, Trace
+from polybasic.deploy.planner.measurements import AcceptanceTrace, Measurements
 from polybasic.deploy.planner.simulation import Simulator, simulate
 from polybasic.deploy.rounds.pace import PromptPace
 from polybasic.deploy.rounds.passes import alone
@@ -220,7 +220,7 @@ class Case:
         level, depth = len(self.names) - 1, self.plan.tree.depth
         return FakeDrafter(self.world, level, depth, noise)  # type: ignore[arg-type]
 
-    def _trace(self, answer: list[int], sampler: Any) -> Trace:
+    def _trace(self, answer: list[int], sampler: Any) -> AcceptanceTrace:
         prefixes = [(*PROMPT, *answer[:place]) for place in range(len(answer))]
         probability, confidence, own = {}, {}, {}
         for level, name in enumerate(self.names):
@@ -248,7 +248,7 @@ class Case:
             right = [x == y for x, y in zip(drafted, answer[place:], strict=False)]
             accepted.append([*right, False].index(False))
         ranks = {("draft", self.names[-1]): {1: chain_ranks(accepted, self.plan.tree.depth)}}
-        return Trace("task", probability, confidence, own, ranks, None)
+        return AcceptanceTrace("task", probability, confidence, own, ranks, None)
 
 
 def random_case(seed: int, is_adaptive: bool = False) -> Case:

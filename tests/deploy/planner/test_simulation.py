@@ -10,7 +10,12 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy.planner import simulation
-from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts, Trace
+from polybasic.deploy.planner.measurements import (
+    AcceptanceTrace,
+    DraftCosts,
+    Measurements,
+    PassCosts,
+)
 from polybasic.deploy.planner.prediction import Predicted
 from polybasic.deploy.planner.simulation import Simulator
 from polybasic.deploy.theory import kept_probabilities
@@ -198,12 +203,12 @@ def test_what_was_not_measured_is_refused() -> None:
 # Kept tokens at a temperature
 
 
-def independent(trace: Trace) -> Measurements:
+def independent(trace: AcceptanceTrace) -> Measurements:
     """What holds for rules by which models draw independently."""
     return make_measurements(trace, temperature=1.0, rules=("block", "token"))
 
 
-def coupled(trace: Trace) -> Measurements:
+def coupled(trace: AcceptanceTrace) -> Measurements:
     return make_measurements(trace, temperature=1.0, rules=("coupled",))
 
 

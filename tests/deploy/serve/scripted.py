@@ -13,7 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.deploy.request import Piece, Statistics
 from polybasic.deploy.serve.metrics import Metrics
 from polybasic.deploy.serve.scheduler import Limits, Scheduler
-from polybasic.deploy.serve.tickets import News, Ticket
+from polybasic.deploy.serve.tickets import News, RequestHandle
 
 STATISTICS = Statistics(3, 2, 0.5, 0.1, {"target": 2}, {"target": 0.4}, {"target": [1, 1]}, "stop")
 
@@ -94,12 +94,12 @@ async def scheduling(
         await scheduler.stop()
 
 
-def ticket(client: str, *lengths: int, prompt_tokens: int = 1) -> Ticket:
+def ticket(client: str, *lengths: int, prompt_tokens: int = 1) -> RequestHandle:
     """A request of a client, with an answer of each length."""
-    return Ticket(f"of {client}", client, [([num] * prompt_tokens, {}) for num in lengths])
+    return RequestHandle(f"of {client}", client, [([num] * prompt_tokens, {}) for num in lengths])
 
 
-async def whole(asked: Ticket) -> list[News]:
+async def whole(asked: RequestHandle) -> list[News]:
     """All that comes of a request, within ten seconds."""
     found: list[News] = []
     async with asyncio.timeout(10):

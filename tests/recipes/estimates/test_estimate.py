@@ -20,7 +20,7 @@ from polybasic.recipes.estimates.costs import StageEstimate
 from polybasic.recipes.estimates.dry_run import check_inputs, estimate, foresee, print_estimates
 from polybasic.recipes.estimates.hardware_profiles import hardware_at_hand, hardware_named
 from polybasic.recipes.estimates.sizes import count_of_head, shape_of_small, shape_of_target
-from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace, run_stages
 from polybasic.recipes.pipeline.sources import SOURCE_STAGES
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.loading import load_recipe
@@ -420,8 +420,10 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_foreseen_states_skip_what_is_whole(tmp_path: Path) -> None:
-    def counting(name: str, *needs: str, value: int = 0) -> Stage:
-        return Stage(name, needs, lambda w: {"value": value}, lambda w, f: {}, lambda w, f: {})
+    def counting(name: str, *needs: str, value: int = 0) -> PipelineStage:
+        return PipelineStage(
+            name, needs, lambda w: {"value": value}, lambda w, f: {}, lambda w, f: {}
+        )
 
     stages = [counting("a"), counting("b", "a"), counting("c", "a", "b")]
     workspace = Workspace(load_recipe("base"), tmp_path)

@@ -7,7 +7,7 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes.pipeline.dtypes import settle_dtype
-from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages, started_inputs
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace, run_stages, started_inputs
 from polybasic.recipes.schema.recipe import Recipe
 
 
@@ -38,7 +38,7 @@ def train(out: Path, *, stops: bool = False, **changes: Any) -> list[str]:
             raise KeyboardInterrupt
         return {}
 
-    stage = Stage("draft", (), inputs, run, lambda workspace, folder: {}, ("state.pt",))
+    stage = PipelineStage("draft", (), inputs, run, lambda workspace, folder: {}, ("state.pt",))
     workspace = Workspace(Recipe.model_validate({"name": "a", "train": changes}), out)
     try:
         run_stages([stage], workspace, None, lambda line: None)

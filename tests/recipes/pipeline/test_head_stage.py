@@ -10,7 +10,7 @@ import pytest
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.processes.interruption import Interrupted
-from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace, run_stages
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.settings import LoraSettings
@@ -61,7 +61,7 @@ def workspace_of(tmp_path: Path, **sections: Any) -> Whole:
     return Whole(Recipe.model_validate(content), tmp_path / "out")
 
 
-def stage_of(workspace: Workspace, name: str) -> Stage:
+def stage_of(workspace: Workspace, name: str) -> PipelineStage:
     return next(stage for stage in stages_of(workspace.recipe) if stage.name == name)
 
 

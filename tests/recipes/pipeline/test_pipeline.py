@@ -11,7 +11,7 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes.pipeline.disk import full_disk_is_an_oserror
-from polybasic.recipes.pipeline.running import Stage, Workspace, closure, locked, run_stages
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace, closure, locked, run_stages
 from polybasic.recipes.schema.recipe import Recipe
 
 SCRIPT = '''
@@ -41,7 +41,7 @@ def stage(name, needs, progress=None):
         return {"own": inputs.get(name), **{need: workspace.identity(need) for need in needs}}
     def identify(workspace, folder):
         return {"text": (folder / "count.txt").read_text(), "own": inputs.get(name)}
-    return pipeline.Stage(name, needs, stage_inputs, run, identify, progress)
+    return pipeline.PipelineStage(name, needs, stage_inputs, run, identify, progress)
 
 write_json, rename = pipeline.write_json, pathlib.Path.rename
 def watched_write_json(path, content):
@@ -196,12 +196,14 @@ def workspace_with(tmp_path: Path) -> Workspace:
 
 def stage_that(
     run: Callable[[Path], None], name: str = "a", progress: tuple[str, ...] | None = None
-) -> Stage:
+) -> PipelineStage:
     def run_in(workspace: Workspace, folder: Path) -> dict:
         run(folder)
         return {}
 
-    return Stage(name, (), lambda workspace: {}, run_in, lambda workspace, folder: {}, progress)
+    return PipelineStage(
+        name, (), lambda workspace: {}, run_in, lambda workspace, folder: {}, progress
+    )
 
 
 def write_on_a_full_disk(folder: Path) -> None:
@@ -249,8 +251,8 @@ def test_a_damaged_record_is_told(text, tmp_path) -> None:
 
 
 def test_closure_takes_what_is_needed_and_keeps_the_order() -> None:
-    def needing(name: str, *needs: str) -> Stage:
-        return Stage(name, needs, lambda w: {}, lambda w, f: {}, lambda w, f: {})
+    def needing(name: str, *needs: str) -> PipelineStage:
+        return PipelineStage(name, needs, lambda w: {}, lambda w, f: {}, lambda w, f: {})
 
     stages = [needing("a"), needing("b", "a"), needing("c", "a"), needing("d", "b", "c")]
     assert [stage.name for stage in closure(stages, ["c"])] == ["a", "c"]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from polybasic.chain.errors import UserError
 from polybasic.deploy import slots
 from polybasic.deploy.answering import LoneTarget
-from polybasic.deploy.batching import Running
+from polybasic.deploy.batching import ActiveSequence
 from polybasic.deploy.rounds.warping import Sampling
 from polybasic.recipes.pipeline.conversation_rows import encoded_rows
 from polybasic.recipes.pipeline.regenerated_stage import (
@@ -21,7 +21,7 @@ from polybasic.recipes.pipeline.regenerated_stage import (
     _runtime,
     regenerated_stage,
 )
-from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace, run_stages
 from polybasic.recipes.pipeline.sources import answers_of as answers_of_run
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.answers import self_prompting
@@ -80,9 +80,9 @@ def workspace_of(
     return Whole(Recipe.model_validate(content), tmp_path / "out")
 
 
-def whole(name: str) -> Stage:
+def whole(name: str) -> PipelineStage:
     """A stage with nothing to do."""
-    return Stage(name, (), lambda _: {}, lambda _, __: {}, lambda _, __: {})
+    return PipelineStage(name, (), lambda _: {}, lambda _, __: {}, lambda _, __: {})
 
 
 def run(workspace: Workspace) -> list[str]:
@@ -122,7 +122,9 @@ def greedy(target: Path, token_ids: list[int], max_new_tokens: int) -> list[int]
     return made[0, len(token_ids) :].tolist()
 
 
-def answers_of(lone: LoneTarget, asked: list[tuple[list[int], int, Sampling]]) -> list[Running]:
+def answers_of(
+    lone: LoneTarget, asked: list[tuple[list[int], int, Sampling]]
+) -> list[ActiveSequence]:
     """Answers to (prompt, new tokens, sampling), made at the same time."""
     made = [lone.begin(*request) for request in asked]
     while not all(running.is_over for running in made):
@@ -130,7 +132,7 @@ def answers_of(lone: LoneTarget, asked: list[tuple[list[int], int, Sampling]]) -
     return made
 
 
-def tokens_of(running: Running) -> list[int]:
+def tokens_of(running: ActiveSequence) -> list[int]:
     return [token for piece in running.take() for token in piece.token_ids]
 
 

@@ -22,7 +22,7 @@ from polybasic.recipes.pipeline.prompts import (
     prompts_of_run,
     with_prompts,
 )
-from polybasic.recipes.pipeline.running import Stage, Workspace, run_stages
+from polybasic.recipes.pipeline.running import PipelineStage, Workspace, run_stages
 from polybasic.recipes.pipeline.sources import (
     chat_template_of,
     checkpoint_of,
@@ -43,7 +43,7 @@ def write_questions(path: Path, rows: list[dict] = QUESTIONS) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 
-def stage_of(recipe: Recipe, name: str) -> Stage:
+def stage_of(recipe: Recipe, name: str) -> PipelineStage:
     return next(stage for stage in stages_of(recipe) if stage.name == name)
 
 

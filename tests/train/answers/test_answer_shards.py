@@ -11,7 +11,7 @@ import pytest
 from polybasic.chain.errors import UserError
 from polybasic.chain.processes.place import Place
 from polybasic.train.answers.answer_shards import MANIFEST_NAME
-from polybasic.train.answers.answerer import Answer, FailedAnswer, Prompt
+from polybasic.train.answers.answerer import AskedPrompt, FailedAnswer, WrittenTurn
 from polybasic.train.answers.regeneration import regenerate
 from polybasic.train.settings import DataSettings
 from tests.checkpoints import byte_level_tokenizer
@@ -29,7 +29,7 @@ class Scripted:
         self.identity = {"through": "script"}
         self.num_left, self.failing, self.asked = num_answers, failing, list[str]()
 
-    async def answer(self, prompt: Prompt) -> Answer:
+    async def answer(self, prompt: AskedPrompt) -> WrittenTurn:
         question = prompt.messages[-1]["content"]
         if question in self.failing:
             raise FailedAnswer("hush")
@@ -37,7 +37,7 @@ class Scripted:
             raise KeyboardInterrupt
         self.num_left -= 1
         self.asked.append(question)
-        return Answer(f"{question} {prompt.seed}", is_cut=prompt.seed % 2 == 0)
+        return WrittenTurn(f"{question} {prompt.seed}", is_cut=prompt.seed % 2 == 0)
 
 
 def source_of(folder: Path) -> str:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from polybasic.chain.errors import UserError
-from polybasic.train.answers.answerer import Answer, FailedAnswer, Prompt
+from polybasic.train.answers.answerer import AskedPrompt, FailedAnswer, WrittenTurn
 from polybasic.train.answers.endpoint import open_endpoint
 from polybasic.train.settings import RegenerateSettings
 from tests.train.fake_endpoint import FakeEndpoint, Fault, completion, serve
 
-PROMPT = Prompt([{"role": "user", "content": "Why?"}], [1], 10, 0.0, 1)
+PROMPT = AskedPrompt([{"role": "user", "content": "Why?"}], [1], 10, 0.0, 1)
 SECONDS = 2.0
 
 
@@ -26,10 +26,10 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEndpoint]:
         yield served
 
 
-def answered(endpoint: FakeEndpoint) -> Answer:
+def answered(endpoint: FakeEndpoint) -> WrittenTurn:
     settings = RegenerateSettings(endpoint=endpoint.url, num_retries=0, timeout_seconds=SECONDS)
 
-    async def ask() -> Answer:
+    async def ask() -> WrittenTurn:
         async with open_endpoint(settings, 4096) as opened:
             return await opened.answer(PROMPT)
 
@@ -61,9 +61,9 @@ HOSTILE = {
 
 
 def test_a_plain_answer_is_taken(endpoint: FakeEndpoint) -> None:
-    assert answered(endpoint) == Answer("turn 0 about Why?", is_cut=False)
+    assert answered(endpoint) == WrittenTurn("turn 0 about Why?", is_cut=False)
     endpoint.faults = {"Why?": [Fault(200, answer_with(message={"content": None}))]}
-    assert answered(endpoint) == Answer("", is_cut=False)
+    assert answered(endpoint) == WrittenTurn("", is_cut=False)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

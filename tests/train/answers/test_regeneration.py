@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from polybasic.chain.errors import UserError
 from polybasic.train.answers.answer_journal import AnswerJournal
-from polybasic.train.answers.answerer import Answer, Prompt
+from polybasic.train.answers.answerer import AskedPrompt, WrittenTurn
 from polybasic.train.answers.endpoint import open_endpoint
 from polybasic.train.answers.regeneration import regenerate
 from polybasic.train.data.conversations import load_conversations, split_conversations
@@ -293,12 +293,12 @@ class Interrupted:
         self.identity = {"model": "here"}
         self.after, self.asked = after, 0
 
-    async def answer(self, prompt: Prompt) -> Answer:
+    async def answer(self, prompt: AskedPrompt) -> WrittenTurn:
         self.asked += 1
         if self.asked == self.after:
             signal.raise_signal(signal.SIGINT)
         await asyncio.sleep(0.001)
-        return Answer(answer_to(list(prompt.messages)), is_cut=False)
+        return WrittenTurn(answer_to(list(prompt.messages)), is_cut=False)
 
 
 def test_an_interrupt_loses_nothing_that_was_answered(
@@ -481,14 +481,14 @@ def test_a_full_disk_is_reported_and_the_journal_stays_readable(tmp_path: Path) 
     if not full.exists():
         pytest.skip("no /dev/full here")
     with AnswerJournal(tmp_path, {"a": 1}) as journal:
-        journal.add("x", 0, Answer("kept", is_cut=True))
+        journal.add("x", 0, WrittenTurn("kept", is_cut=True))
         path = journal.path
     with AnswerJournal(tmp_path, {"a": 1}) as journal:
-        assert journal.get("x", 0) == Answer("kept", is_cut=True)
+        assert journal.get("x", 0) == WrittenTurn("kept", is_cut=True)
         with full.open("ab", buffering=0) as nowhere:
             kept, journal._file = journal._file, nowhere
             with pytest.raises(UserError, match="disk full"):
-                journal.add("y", 0, Answer("lost", is_cut=False))
+                journal.add("y", 0, WrittenTurn("lost", is_cut=False))
             journal._file = kept
         assert journal.get("y", 0) is None
     assert len(read_rows(path)) == 1

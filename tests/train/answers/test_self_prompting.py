@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from polybasic.chain.errors import UserError
-from polybasic.train.answers.answerer import Answer
+from polybasic.train.answers.answerer import WrittenTurn
 from polybasic.train.answers.self_prompting import (
     QUESTIONS_NAME,
     read_questions,
@@ -20,14 +20,14 @@ from polybasic.train.data.chat import UserTurn
 from tests.checkpoints import write_family
 
 ANSWERS = [
-    Answer("What is the tallest mountain of Peru?", is_cut=False),
-    Answer("Why?", is_cut=False),
-    Answer("Write a long poem about the sea and", is_cut=True),
-    Answer("Como está o senhor, é o café já está?", is_cut=False),
-    Answer("what IS the tallest mountain of peru?", is_cut=False),
-    Answer("tell me " + "again and " * 20, is_cut=False),
-    Answer(" How do bees find their way home?\n", is_cut=False),
-    Answer("Name three rivers of Asia. [/INST] The Ganges and", is_cut=True),
+    WrittenTurn("What is the tallest mountain of Peru?", is_cut=False),
+    WrittenTurn("Why?", is_cut=False),
+    WrittenTurn("Write a long poem about the sea and", is_cut=True),
+    WrittenTurn("Como está o senhor, é o café já está?", is_cut=False),
+    WrittenTurn("what IS the tallest mountain of peru?", is_cut=False),
+    WrittenTurn("tell me " + "again and " * 20, is_cut=False),
+    WrittenTurn(" How do bees find their way home?\n", is_cut=False),
+    WrittenTurn("Name three rivers of Asia. [/INST] The Ganges and", is_cut=True),
 ]
 
 
@@ -38,7 +38,7 @@ class Fake:
         self.num_parallel, self.asked = num_parallel, 0
         self.by_seed: dict[int, int] = {}
 
-    async def write(self, turn: UserTurn, seed: int) -> Answer:
+    async def write(self, turn: UserTurn, seed: int) -> WrittenTurn:
         assert turn.token_ids
         self.asked += 1
         for _ in range(seed % 7):
@@ -90,7 +90,7 @@ def test_usable_questions_are_kept_however_many_are_written_at_once(
 
 def test_a_run_goes_on_from_the_journal(tmp_path: Path, tokenizer: Any) -> None:
     class Failing(Fake):
-        async def write(self, turn: UserTurn, seed: int) -> Answer:
+        async def write(self, turn: UserTurn, seed: int) -> WrittenTurn:
             if self.asked == 2:
                 raise UserError("the card is lost", "gpu 0", "find it")
             return await super().write(turn, seed)
@@ -109,8 +109,8 @@ def test_a_run_goes_on_from_the_journal(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_a_model_that_writes_nothing_usable_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     class Mute(Fake):
-        async def write(self, turn: UserTurn, seed: int) -> Answer:
-            return Answer("", is_cut=False)
+        async def write(self, turn: UserTurn, seed: int) -> WrittenTurn:
+            return WrittenTurn("", is_cut=False)
 
     with pytest.raises(UserError, match=r"hardly any usable question: 0 of 1\d\d \(length \(1\d\d"):
         written(tmp_path, tokenizer, Mute(4), 110)

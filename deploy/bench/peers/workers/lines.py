@@ -16,7 +16,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Question:
+class PeerQuestion:
     """A prompt, and how it is continued.
 
     Attributes:
@@ -34,7 +34,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Reply:
+class PeerReply:
     """New tokens and when they came.
 
     Attributes:
@@ -50,7 +50,7 @@ class Reply:
     first_seconds: float
 
 
-class Engine(Protocol):
+class PeerEngine(Protocol):
     """An engine with a model.
 
     Attributes:
@@ -61,7 +61,7 @@ class Engine(Protocol):
     version: str
     dtype: str
 
-    def answer(self, question: Question) -> Reply:
+    def answer(self, question: PeerQuestion) -> PeerReply:
         """Continue a prompt; nothing of an earlier one is reused."""
 
 
@@ -72,11 +72,11 @@ class Lines:
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def serve(self, engine: Engine) -> None:
+    def serve(self, engine: PeerEngine) -> None:
         """Answer until the input ends."""
         self._say({"version": engine.version, "dtype": engine.dtype})
         for line in sys.stdin:
-            self._say(asdict(engine.answer(Question(**json.loads(line)))))
+            self._say(asdict(engine.answer(PeerQuestion(**json.loads(line)))))
 
     def _say(self, content: dict[str, object]) -> None:
         print(json.dumps(content), file=self._out, flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .lines import Lines, Question, Reply
+from .lines import Lines, PeerQuestion, PeerReply
 from .llama_library import instruction_sets, library_path, load_library, origin
 from .llama_model import LlamaModel
 
@@ -71,7 +71,7 @@ class Llama:
         self.lookup = PromptLookup(lookup, ngram) if lookup and draft is None else None
         self.num_drafted = num_drafted
 
-    def answer(self, question: Question) -> Reply:
+    def answer(self, question: PeerQuestion) -> PeerReply:
         begin = time.perf_counter()
         choose: Choose = self.model.best
         free: Callable[[], None] = _nothing
@@ -95,7 +95,7 @@ class Llama:
             self.model.cut(len(tokens) - 1)
         seconds = time.perf_counter() - begin
         free()
-        return Reply(tokens[len(prompt) :], seconds, 1, first_seconds)
+        return PeerReply(tokens[len(prompt) :], seconds, 1, first_seconds)
 
     def _draft(self, tokens: list[int], most: int) -> list[int]:
         if most <= 0:

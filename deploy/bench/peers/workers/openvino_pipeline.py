@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .lines import Lines, Question, Reply
+from .lines import Lines, PeerQuestion, PeerReply
 
 NAMES = {"bf16": "bfloat16", "f32": "float32"}
 
@@ -68,7 +68,7 @@ class Pipeline:
             str(folder), "CPU", scheduler_config=scheduler, **properties, **more
         )
 
-    def answer(self, question: Question) -> Reply:
+    def answer(self, question: PeerQuestion) -> PeerReply:
         import numpy as np
 
         config = self._genai.GenerationConfig()
@@ -92,7 +92,7 @@ class Pipeline:
         token_ids = list(result.tokens[0])
         first_seconds = result.perf_metrics.get_ttft().mean / 1e3
         num_first = result.perf_metrics.raw_metrics.m_batch_sizes[0]
-        return Reply(
+        return PeerReply(
             token_ids, seconds, min(num_first, len(token_ids)), min(first_seconds, seconds)
         )
 

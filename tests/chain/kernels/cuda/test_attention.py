@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from polybasic.chain.formats.decoder_config import LayerKind
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import _tickets, attention, attention_by
-from polybasic.chain.kernels.cuda.attention_plan import Gpu, Layer, Plan
+from polybasic.chain.kernels.cuda.attention_plan import AttentionLayer, AttentionPlan, Gpu
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.operations import Heads, Norm, Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows, device_consecutive_rows
@@ -49,9 +49,9 @@ class Case:
     has_norms: bool = False
     dtype: torch.dtype = DTYPES[0]
 
-    def plan(self) -> Plan:
-        layer = Layer(self.K, self.G, self.H, self.capacity)
-        return Plan.of(Gpu.of(DEVICE), layer, self.num_rows)
+    def plan(self) -> AttentionPlan:
+        layer = AttentionLayer(self.K, self.G, self.H, self.capacity)
+        return AttentionPlan.of(Gpu.of(DEVICE), layer, self.num_rows)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Inputs:
     rotation: tuple[Tensor, Tensor]
     kind: LayerKind
 
-    def run(self, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
+    def run(self, plan: AttentionPlan | None = None) -> tuple[Tensor, Tensor]:
         """What the kernels return, and the cache afterwards."""
         cache = self.cache.clone()
         arguments = (
@@ -176,7 +176,7 @@ PASSES = {
 }
 
 
-def assert_is_attention(case: Case, plan: Plan | None = None, seed: int = 0) -> None:
+def assert_is_attention(case: Case, plan: AttentionPlan | None = None, seed: int = 0) -> None:
     inputs = made(case, seed)
     out, cache = inputs.run(plan)
     expected, expected_cache = inputs.expected()

@@ -8,7 +8,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, NUM_WARPS, Gpu, Layer, Plan
+from polybasic.chain.kernels.cuda.attention_plan import (
+    MAX_TICKETS,
+    NUM_WARPS,
+    AttentionLayer,
+    AttentionPlan,
+    Gpu,
+)
 from tests.chain.kernels.cuda.compiling import (
     MOST_SHARED_BYTES,
     Compiled,
@@ -23,9 +29,9 @@ GPUS = {
     86: Gpu(82, 99 * 1024, is_hopper=False),
 }
 """H200, A100, RTX 3090."""
-VICUNA_7B = Layer(num_kv_heads=32, query_groups=1, head_dim=128, capacity=8192)
+VICUNA_7B = AttentionLayer(num_kv_heads=32, query_groups=1, head_dim=128, capacity=8192)
 LLAMA3_8B = replace(VICUNA_7B, num_kv_heads=8, query_groups=4)
-GEMMA2_9B = Layer(num_kv_heads=8, query_groups=2, head_dim=256, capacity=4096)
+GEMMA2_9B = AttentionLayer(num_kv_heads=8, query_groups=2, head_dim=256, capacity=4096)
 LAYERS = {
     "vicuna-7b": VICUNA_7B,
     "llama3-8b": LLAMA3_8B,
@@ -33,8 +39,8 @@ LAYERS = {
     "gemma2-9b": GEMMA2_9B,
     "phi3-mini": replace(VICUNA_7B, head_dim=96),
     "head of 80": replace(VICUNA_7B, head_dim=80),
-    "head of 64, short": Layer(2, 7, 64, 100),
-    "many heads": Layer(128, 1, 128, 1 << 17),
+    "head of 64, short": AttentionLayer(2, 7, 64, 100),
+    "many heads": AttentionLayer(128, 1, 128, 1 << 17),
 }
 POINTERS = ("qkv", "cache", "out", "cos", "sin")
 WIDE = ("positions", "prefix")
@@ -46,7 +52,7 @@ FACTORS = ("scale", "softcap", "query_eps", "key_eps")
 
 
 def request(
-    plan: Plan, capability: int, unaligned: tuple[str, ...] = (), **features: bool
+    plan: AttentionPlan, capability: int, unaligned: tuple[str, ...] = (), **features: bool
 ) -> Request:
     """The first kernel as a launch makes it; without norms."""
     is_early = capability == 90
@@ -81,7 +87,7 @@ def request(
     )
 
 
-def combining(plan: Plan) -> Request:
+def combining(plan: AttentionPlan) -> Request:
     """The second kernel."""
     signature = {"parts": "*fp32", "num_active": "*i32", "out": "*bf16"}
     module = "polybasic.chain.kernels.cuda.attention_kernels"
@@ -91,9 +97,9 @@ def combining(plan: Plan) -> Request:
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
-def test_a_plan_fits_its_gpu(gpu: Gpu, layer: Layer) -> None:
+def test_a_plan_fits_its_gpu(gpu: Gpu, layer: AttentionLayer) -> None:
     for num_rows in range(1, 65):
-        plan = Plan.of(gpu, layer, num_rows)
+        plan = AttentionPlan.of(gpu, layer, num_rows)
         assert plan.shared_bytes(gpu) <= gpu.shared_bytes
         assert plan.tile * plan.num_tiles >= num_rows * layer.query_groups
         assert plan.new_rows * plan.new_chunks >= num_rows
@@ -104,21 +110,21 @@ def test_a_plan_fits_its_gpu(gpu: Gpu, layer: Layer) -> None:
 
 def test_plans_by_shape() -> None:
     h200 = GPUS[90]
-    single, tree = Plan.of(h200, VICUNA_7B, 1), Plan.of(h200, VICUNA_7B, 24)
+    single, tree = AttentionPlan.of(h200, VICUNA_7B, 1), AttentionPlan.of(h200, VICUNA_7B, 24)
     assert (single.tile, single.num_tiles, single.parts, single.combines) == (16, 1, 4, True)
     assert (tree.tile, tree.num_tiles, tree.parts, tree.combines) == (32, 1, 4, True)
-    grouped = Plan.of(h200, LLAMA3_8B, 24)
+    grouped = AttentionPlan.of(h200, LLAMA3_8B, 24)
     assert (grouped.tile, grouped.num_tiles, grouped.parts, grouped.combines) == (64, 2, 8, False)
-    assert Plan.of(h200, LLAMA3_8B, 4).combines
+    assert AttentionPlan.of(h200, LLAMA3_8B, 4).combines
     # a short cache is not worth parts
-    assert Plan.of(h200, replace(VICUNA_7B, capacity=200), 1).parts == 1
-    small = Plan.of(GPUS[86], VICUNA_7B, 24)
+    assert AttentionPlan.of(h200, replace(VICUNA_7B, capacity=200), 1).parts == 1
+    small = AttentionPlan.of(GPUS[86], VICUNA_7B, 24)
     assert (tree.num_columns, tree.stages) == (128, 3)
     assert (small.num_columns, small.stages) == (64, 3)
-    assert Plan.of(GPUS[86], GEMMA2_9B, 1).stages == 2
+    assert AttentionPlan.of(GPUS[86], GEMMA2_9B, 1).stages == 2
 
 
-BUILDS: dict[str, tuple[int, Layer, int, dict[str, bool]]] = {
+BUILDS: dict[str, tuple[int, AttentionLayer, int, dict[str, bool]]] = {
     "80 tree": (80, VICUNA_7B, 24, {}),
     "90 tree": (90, VICUNA_7B, 24, {}),
     "90 groups": (90, LLAMA3_8B, 24, {"has_window": True}),
@@ -129,9 +135,9 @@ proof = pytest.mark.proof
 
 
 @cache
-def built(name: str, *unaligned: str) -> tuple[Plan, Compiled]:
+def built(name: str, *unaligned: str) -> tuple[AttentionPlan, Compiled]:
     capability, layer, num_rows, features = BUILDS[name]
-    plan = Plan.of(GPUS[capability], layer, num_rows)
+    plan = AttentionPlan.of(GPUS[capability], layer, num_rows)
     (kernel,) = compiled([request(plan, capability, unaligned, **features)])
     return plan, kernel
 
@@ -193,7 +199,7 @@ def test_the_last_program_sees_what_others_stored() -> None:
 @proof
 def test_a_second_kernel_needs_no_tickets() -> None:
     assert "atom.global" not in built("90 groups")[1].ptx
-    (kernel,) = compiled([combining(Plan.of(GPUS[90], LLAMA3_8B, 24))])
+    (kernel,) = compiled([combining(AttentionPlan.of(GPUS[90], LLAMA3_8B, 24))])
     assert kernel.stack_bytes == 0
     assert kernel.count("LDG.E.128") > 0
     assert touched_before_wait(kernel) == (set(), set())
