@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polybasic.chain.formats.config import head_config
 from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
-from polybasic.chain.formats.head_kinds.dflash import DflashBlock, Markov
+from polybasic.chain.formats.head_kinds.dflash import DFlashBlock, Markov
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.shapes import expected_shapes
@@ -193,7 +193,7 @@ class Weights:
                 fc=backend.dense(self.normal(width, width)),
                 feature_norm=torch.ones(width),
                 feature_layers=(0,),
-                block=DflashBlock(3, VOCAB_SIZE - 1, True, None, Markov(16, "vanilla", 0)),
+                block=DFlashBlock(3, VOCAB_SIZE - 1, True, None, Markov(16, "vanilla", 0)),
                 corrector=markov,
             )
         )

@@ -24,7 +24,7 @@ _LAST = 10**9
 
 
 @dataclass(frozen=True)
-class GgufVocabulary:
+class GGUFVocabulary:
     """What llama.cpp reads of a tokenizer.
 
     Attributes:
@@ -69,7 +69,7 @@ class GgufVocabulary:
             writer.add_chat_template(self.chat_template)
 
 
-def numbers(vocab_size: int, stop: Iterable[int]) -> GgufVocabulary:
+def numbers(vocab_size: int, stop: Iterable[int]) -> GGUFVocabulary:
     """A vocabulary for those who hand over ids: each text ends nothing and waits for no other.
 
     Args:
@@ -77,10 +77,10 @@ def numbers(vocab_size: int, stop: Iterable[int]) -> GgufVocabulary:
     """
     tokens = [f"t{number}" for number in range(vocab_size)]
     types = [int(gguf.TokenType.NORMAL)] * vocab_size
-    return GgufVocabulary("gpt2", "gpt-2", tokens, types, _NO_MERGES, ids={"eos": min(stop)})
+    return GGUFVocabulary("gpt2", "gpt-2", tokens, types, _NO_MERGES, ids={"eos": min(stop)})
 
 
-def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
+def read_vocabulary(folder: Path, vocab_size: int) -> GGUFVocabulary:
     """The tokenizer in a folder.
 
     Args:
@@ -131,12 +131,12 @@ def read_vocabulary(folder: Path, vocab_size: int) -> GgufVocabulary:
     begin_end = _adds(tokenizer)
     if is_pieces:
         space = tokenizer.tokenize("a")[0].startswith(_MARK)
-        return GgufVocabulary(
+        return GGUFVocabulary(
             "llama", "default", tokens, types,
             scores=_scores(texts, merges, vocab_size), adds=begin_end | {"space": space}, **shared,
         )  # fmt: skip
     split = _split(content.get("pre_tokenizer"), path)
-    return GgufVocabulary(
+    return GGUFVocabulary(
         "gpt2", split, tokens, types, merges or _NO_MERGES, adds=begin_end, **shared
     )
 

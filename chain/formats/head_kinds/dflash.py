@@ -64,7 +64,7 @@ class Markov:
 
 
 @dataclass(frozen=True)
-class DflashBlock:
+class DFlashBlock:
     """What a head drafts in one pass.
 
     Attributes:
@@ -88,9 +88,9 @@ class DflashBlock:
         return self.size if self.predicts_next else self.size - 1
 
 
-def block_of(config: HeadConfig) -> DflashBlock:
+def block_of(config: HeadConfig) -> DFlashBlock:
     """The block of a head of this kind."""
-    assert isinstance(config.own, DflashBlock), f"kind {config.kind}"
+    assert isinstance(config.own, DFlashBlock), f"kind {config.kind}"
     return config.own
 
 
@@ -108,7 +108,7 @@ def _fields(content: Content, where: str) -> dict[str, Any]:
     ):
         raise _malformed(where, f"{SECTION}.{LAYER_IDS}", layers, "a list of layers")
     size = read.whole(BLOCK_SIZE, 2, MAX_BLOCK_SIZE)
-    block = DflashBlock(
+    block = DFlashBlock(
         size,
         read.whole(MASK_TOKEN, 0, _size(content, "vocab_size") - 1),
         bool(given.get(SHIFT)),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.formats.decoder_config import LayerKind
-from polybasic.chain.formats.head_kinds.dflash import DflashBlock
+from polybasic.chain.formats.head_kinds.dflash import DFlashBlock
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Layers
 from polybasic.chain.kernels.torch.corrections import Corrector
@@ -39,7 +39,7 @@ class DFlashWeights(ModelWeights):
         corrector: of the block's logits; None leaves them as they are.
     """
 
-    block: DflashBlock = field(kw_only=True)
+    block: DFlashBlock = field(kw_only=True)
     corrector: Corrector | None = None
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import head_config, read_config
 from polybasic.chain.formats.draft_vocabulary import draft_tables
-from polybasic.chain.formats.head_kinds.dflash import DflashBlock, Domino, Markov, block_of
+from polybasic.chain.formats.head_kinds.dflash import DFlashBlock, Domino, Markov, block_of
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.shapes import check_shapes, expected_shapes
 from polybasic.chain.heads.importing import import_head
@@ -189,7 +189,7 @@ def test_each_spelling_is_read_alike(
     elif section.get("projector_type") == "dspark":
         correction = Markov(16, "gated", H + 16)
     is_shifted = bool(section.get("shift_label"))
-    assert block_of(head) == DflashBlock(SIZE, MASK, is_shifted, None, correction)
+    assert block_of(head) == DFlashBlock(SIZE, MASK, is_shifted, None, correction)
     assert head.num_positions == (SIZE if is_shifted else SIZE - 1)
     assert file.content["polybasic"]["target_sha256"] == weights_digest(target)
     import_head(tmp_path / "draft", target, tmp_path / "again")
