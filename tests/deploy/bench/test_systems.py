@@ -10,10 +10,11 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import load_chain
-from polybasic.deploy.bench import running, systems
+from polybasic.deploy.bench import running, summary, systems
 from polybasic.deploy.bench.chain_systems import all_systems, chain_system, usual_systems
 from polybasic.deploy.bench.peers.systems import PeerSystems
 from polybasic.deploy.bench.running import bench_chain
+from polybasic.deploy.bench.schema import read_report
 from polybasic.deploy.bench.system import System, TimedAnswer
 from polybasic.deploy.settings import USUAL_SYSTEMS, BenchSettings
 
@@ -23,11 +24,12 @@ class Scripted(System):
 
     name, runtime, description, dtype = "scripted", "another engine", "a script", "float32"
     num_answers, fails_at = 0, -1
+    failure: BaseException = UserError("peer failed", "scripted (exit code 1)", "leave it out")
 
     def answer(self, prompt: list[int], max_new_tokens: int, sampling: Any) -> TimedAnswer:
         self.num_answers += 1
         if self.num_answers == self.fails_at:
-            raise UserError("peer failed", "scripted (exit code 1)", "leave it out")
+            raise self.failure
         return TimedAnswer([5] * (max_new_tokens + 3), 0.5, 2, 0.1)
 
 
@@ -94,6 +96,25 @@ def test_an_engine_that_fails_loses_no_answers(
     scripted.fails_at, lines = -1, []
     assert bench_chain(tiny_chain, settings, lines.append).complete
     assert "bench: 1 of 3 turns are kept from before" in lines
+
+
+def test_an_interrupted_benchmark_leaves_out_how_answers_differ(
+    tiny_chain: Path,
+    settings: BenchSettings,
+    scripted: Scripted,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripted.fails_at, scripted.failure = 4, KeyboardInterrupt()
+    measured: list[int] = []
+    monkeypatch.setattr(summary, "measure_rounding", lambda *given: measured.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        bench_chain(tiny_chain, settings)
+    report = read_report(tiny_chain / "report" / "partial" / "report.json")
+    assert (report.answered, report.rounding, measured) == (2, {}, [])
+    assert report.systems["target"].agreement.identical == 2
+    assert report.systems["scripted"].agreement is None
+    assert report.notes[-1].startswith("Not all answers of scripted are the target's")
+    assert "| scripted " in (tiny_chain / "report" / "partial" / "report.md").read_text()
 
 
 @pytest.mark.parametrize("peer", ["llama.cpp", "openvino"])
