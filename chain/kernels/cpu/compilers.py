@@ -70,7 +70,8 @@ class Compiler:
             # it has names of its own, and takes extensions with the processor only
             cpu = isa.architecture.replace("-", "_")
             cpu = "generic" if cpu.startswith("arm") else cpu
-            return (f"-mcpu={'+'.join([cpu, *isa.extensions])}",)
+            extensions = [name.replace("-", "_") for name in isa.extensions]
+            return (f"-mcpu={'+'.join([cpu, *extensions])}",)
         if isa.architecture.startswith("arm"):
             return (f"-march={'+'.join([isa.architecture, *isa.extensions])}",)
         return (f"-march={isa.architecture}", *(f"-m{name}" for name in isa.extensions))

@@ -19,6 +19,7 @@ _WIDE = ("-mprefer-vector-width=512",)
 _V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _VNNI = (*_V4, "avx512_vnni")
+_BF16 = (*_VNNI, "avx512_bf16")
 _DOTPROD = ("asimd", "atomics", "asimdrdm", "crc32", "asimddp")  # the first four by ARMv8.1
 
 
@@ -59,7 +60,14 @@ INSTRUCTION_SETS = {
             "x86-64-v4",
             ("avx512vnni", "avx512bf16"),
             _WIDE,
-            (*_VNNI, "avx512_bf16"),
+            _BF16,
+        ),
+        InstructionSet(
+            "avx512-amx",
+            "x86-64-v4",
+            ("avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"),
+            _WIDE,
+            (*_BF16, "amx_tile", "amx_bf16"),
         ),
     ),
     "aarch64": (

@@ -6,7 +6,21 @@
 
 #include "simd.h"
 
+#if defined(POLYBASIC_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace polybasic {
+
+#if defined(POLYBASIC_AMX)
+// Ask the system once for the tiles' state; without it products go by AVX-512.
+inline bool may_use_amx() {
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+    static const bool is_granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return is_granted;
+}
+#endif
 
 // Codes of AutoAWQ's 4-bit format, and of GGML's types by the bits of a code.
 enum Format : int32_t {
@@ -52,6 +66,14 @@ struct Matrix {
     int num_groups() const { return num_inputs / group_size; }
     // Inputs of a row that are prepared together.
     int step() const { return has_codes() ? group_size : kLanes; }
+    // Whether products go by AMX.
+    bool uses_amx() const {
+#if defined(POLYBASIC_AMX)
+        return format == kBfloat16 && num_inputs % 32 == 0 && may_use_amx();
+#else
+        return false;
+#endif
+    }
     bool reads_halves() const { return format == kBlocks6 || (rest != nullptr && rest->reads_halves()); }
     // Without those of the rest.
     size_t weight_bytes() const {
@@ -99,7 +121,11 @@ inline Floats decoded(const Matrix& matrix, int64_t output, int first) {
     return load(values) + offset;
 }
 
+#if defined(POLYBASIC_AMX)
+constexpr int kRowsAtOnce = 32;
+#else
 constexpr int kRowsAtOnce = 24;
+#endif
 
 // Rows are multiplied in nearly equal chunks of at most kRowsAtOnce.
 struct Chunks {
@@ -113,7 +139,8 @@ struct Chunks {
 // rows side by side. For codes rows are rounded to eight bits, group by group.
 struct Operand {
     float* floats;      // [I][rows of the chunk]; for bfloat16 weights rounded to bfloat16
-    uint32_t* pairs;    // two bfloat16 numbers each: [I / 2][rows]; if the processor multiplies pairs
+    uint32_t* pairs;    // two bfloat16 numbers each: [I / 2][rows]; if the processor multiplies pairs. By AMX
+                        // [I / 32][rows][16]
     uint32_t* quads;    // four signed bytes each: [I / 4][rows]
     float* scales;      // [I / group size][rows]
     float* sums;        // the same: sums of the bytes of a group
@@ -143,6 +170,12 @@ inline void place_pairs(uint32_t* to, int rows, Floats values) {
     uint32_t pairs[kLanes / 2];
     store(reinterpret_cast<Bfloat16*>(pairs), values);
     for (int pair = 0; pair < kLanes / 2; ++pair) to[size_t(pair) * rows] = pairs[pair];
+}
+
+// Sixteen values in the order of an operand for AMX.
+inline void place_amx(uint32_t* to, int rows, int column, int row, Floats values) {
+    const size_t at = size_t(column / 32) * rows + row;
+    store(reinterpret_cast<Bfloat16*>(to + at * kLanes) + column % 32, values);
 }
 
 inline void place_quads(uint32_t* to, int rows, Ints values) {
@@ -199,6 +232,8 @@ void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Ra
                 } else if (matrix.format == kBfloat16 && !kHasPairProducts) {
                     place_floats(operand.floats + offset + size_t(column) * rows + row, rows,
                                  rounded_to_bfloat16(read(first + row, column)));
+                } else if (matrix.uses_amx()) {
+                    place_amx(operand.pairs + offset / 2, rows, column, row, read(first + row, column));
                 } else if (matrix.format == kBfloat16) {
                     place_pairs(operand.pairs + offset / 2 + size_t(column / 2) * rows + row, rows,
                                 read(first + row, column));

@@ -1,5 +1,6 @@
 // Products with float32 and bfloat16 weights.
 
+#include "amx.h"
 #include "tiles.h"
 
 namespace polybasic {
@@ -119,6 +120,9 @@ void multiply_float32(const Matrix& matrix, const Operand& x, int rows, Range bl
 }
 
 void multiply_bfloat16(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile) {
+#if defined(POLYBASIC_AMX)
+    if (matrix.uses_amx()) return multiply_amx(matrix, x, rows, blocks, tile);
+#endif
     multiply_tiles<MultiplyBfloat16>(matrix, x, rows, blocks, tile);
 }
 

@@ -16,6 +16,9 @@
 #define POLYBASIC_AVX512 1
 #if defined(__AVX512BF16__)
 #define POLYBASIC_PAIR_PRODUCTS 1
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define POLYBASIC_AMX 1
+#endif
 #endif
 #if defined(__AVX512VNNI__)
 #define POLYBASIC_QUAD_PRODUCTS 1

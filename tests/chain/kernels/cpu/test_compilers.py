@@ -67,6 +67,12 @@ def test_the_package_ziglang_is_the_last_resort(tmp_path: Path, monkeypatch) -> 
     ("isa", "architecture", "of_gcc", "of_zig"),
     [
         ("avx2-vnni", "x86_64", "-march=x86-64-v3 -mavxvnni", "-mcpu=x86_64_v3+avxvnni"),
+        (
+            "avx512-amx",
+            "x86_64",
+            "-mavx512bf16 -mamx-tile -mamx-bf16",
+            "-mcpu=x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16",
+        ),
         ("neon-dotprod", "aarch64", "-march=armv8.2-a+dotprod", "-mcpu=generic+dotprod"),
     ],
 )

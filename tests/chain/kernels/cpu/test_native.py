@@ -152,7 +152,8 @@ def loaded(tmp_path: Path) -> Path:
 def test_the_best_prebuilt_library_is_loaded_without_a_compiler(
     tmp_path: Path, monkeypatch, processor
 ) -> None:
-    prebuilt(tmp_path, "portable", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "neon")
+    avx512 = ("avx512", "avx512-vnni", "avx512-bf16", "avx512-amx")
+    prebuilt(tmp_path, "portable", "avx2", *avx512, "neon")
     for flags, architecture, expected in (
         ("sse", "x86_64", "portable"),
         (AVX2_FLAGS.replace("fma", ""), "x86_64", "portable"),
@@ -161,6 +162,7 @@ def test_the_best_prebuilt_library_is_loaded_without_a_compiler(
         (AVX512_FLAGS, "x86_64", "avx512"),
         (f"{AVX512_FLAGS} avx512_vnni", "x86_64", "avx512-vnni"),
         (f"{AVX512_FLAGS} avx512_vnni avx512_bf16 amx_bf16", "x86_64", "avx512-bf16"),
+        (f"{AVX512_FLAGS} avx512_vnni avx512_bf16 amx_bf16 amx_tile", "x86_64", "avx512-amx"),
         ("fp asimd", "aarch64", "neon"),
     ):
         processor(flags, architecture)
