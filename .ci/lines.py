@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 28_200,
+    "chain": 28_550,
     "deploy": 30_600,
     "quantize": 1_400,
     "recipes": 7_700,
@@ -25,7 +25,7 @@ FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""
 CROWDED = {
     "chain/formats": 35,
-    "chain/kernels/cpu/source": 30,
+    "chain/kernels/cpu/source": 32,
     "chain/kernels/cuda": 21,
     "deploy/bench": 28,
     "deploy/serve": 26,
