@@ -72,13 +72,18 @@ def insertions(
 ) -> list[InsertionReport]:
     """Every verifying member that one measured system has and another one lacks."""
     verifying = [member.name for member in bench.chain.manifest.verifying]
-    by_members = {system.plan.members: system for system in reversed(bench.systems.own)}
+    by_members = {
+        (system.plan.members, system.plan.ngram is not None): system
+        for system in reversed(bench.systems.own)
+    }
     inserted = []
-    for members, within in by_members.items():
+    for (members, copies), within in by_members.items():
         for place, name in enumerate(members[1:], 1):
-            without = by_members.get((*members[:place], *members[place + 1 :]))
-            if name not in verifying or without is None or without.plan.members[-1] in verifying:
+            without = by_members.get(((*members[:place], *members[place + 1 :]), copies))
+            if name not in verifying or without is None:
                 continue
+            if without.plan.members[-1] in verifying and not copies:
+                continue  # nothing drafts without it
             above = members[place - 1]
             before, after = reports[without.name], reports[within.name]
             if not (before.members[above].passes and after.members[name].passes):

@@ -181,6 +181,7 @@ def acceptance_table(report: Report, of_blocks: bool) -> Table | None:
 
 def prediction_table(report: Report) -> Table | None:
     """Plans, and what they were predicted and measured to take."""
+    alone = report.systems.get("target")
     rows = []
     for name, system in report.systems.items():
         if system.measured_seconds_per_token is None:
@@ -188,15 +189,26 @@ def prediction_table(report: Report) -> Table | None:
         predicted, measured = system.predicted_seconds_per_token, system.measured_seconds_per_token
         off = NOT_KNOWN if predicted is None else f"{100 * (predicted / measured - 1):+.0f}%"
         cells = [shown_milliseconds(predicted), shown_milliseconds(measured), off]
+        cells += [
+            _speedup(alone and alone.predicted_seconds_per_token, predicted),
+            _speedup(alone and alone.measured_seconds_per_token, measured),
+        ]
         rows.append([name, *cells, system.shown_plan or NOT_KNOWN])
     if not rows:
         return None
     notes = (
         "Milliseconds a token, decode only; predictions are those of `polybasic plan`, made on "
-        "other prompts, and there is none at another temperature or dtype than the plan's.",
+        "other prompts, and there is none at another temperature or dtype than the plan's. "
+        "Speedups are over `target`: where the machine is faster or slower than when the plan was "
+        "made, they say more.",
     )
-    header = ["system", "predicted, ms", "measured, ms", "off by", "plan"]
+    header = ["system", "predicted, ms", "measured, ms", "off by"]
+    header += ["predicted speedup", "measured speedup", "plan"]
     return Table("Plans, predicted and measured", header, rows, notes, wraps=True)
+
+
+def _speedup(alone: float | None, seconds: float | None) -> str:
+    return f"{alone / seconds:.2f}x" if alone and seconds else NOT_KNOWN
 
 
 def _longest(lengths: Lengths) -> int:

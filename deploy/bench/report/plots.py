@@ -9,6 +9,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from polybasic.deploy.bench.report.colours import (
     INK,
+    LINE,
     NUM_PARTS,
     PAPER,
     SOFT,
@@ -24,7 +25,7 @@ from polybasic.deploy.bench.report.member_rows import (
     part_names,
     spent_by_system,
 )
-from polybasic.deploy.bench.report.parts import Figure, shown_rate
+from polybasic.deploy.bench.report.parts import Figure, shown_rate, shown_times
 from polybasic.deploy.bench.report.rows import compared, groups_of, speculating, tasks_of
 from polybasic.deploy.bench.schema import Ratio, Report, SystemReport, Totals
 
@@ -33,6 +34,8 @@ _MOST_LETTERS = 24
 _MOST_IN_LEGENDS = 36
 _ROW = 15.0
 """Points of height of a row of bars or dots."""
+_INSERTED = {True: Style(colour("blue"), "o"), False: Style(colour("vermilion"), "X")}
+"""Dots by whether the inserted member made the chain faster."""
 
 
 def draw(figure: Figure, report: Report) -> Markup:
@@ -189,6 +192,38 @@ def _predictions(report: Report) -> Plot:
     return plot
 
 
+def _insertions(report: Report) -> Plot:
+    plot = Plot(170)
+    [axes] = plot.axes
+    sides = [side for inserted in report.insertions for side in (inserted.left, inserted.right)]
+    low, high = min(0.0, *sides), 1.15 * max(sides)
+    axes.plot([low, high], [low, high], color=colour(INK), linewidth=1)
+    axes.fill_between([low, high], [low, high], high, color=colour(LINE), alpha=0.5, linewidth=0)
+    for inserted in report.insertions:
+        speedup = inserted.speedup
+        style = _INSERTED[speedup.value > 1]
+        _dot(
+            axes,
+            inserted.left,
+            inserted.right,
+            style,
+            style.colour if speedup.is_conclusive else colour(PAPER),
+        )
+        axes.annotate(
+            f"{_short(inserted.member, 14)}: {shown_times(speedup.value)}x",
+            (inserted.left, inserted.right),
+            (-6, 3),
+            textcoords="offset points",
+            ha="right",
+        )
+    axes.set_xlabel("T_new / T_i")
+    axes.set_ylabel("L_new (1 / L_i - 1 / L_i_new)")
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.grid(axis="both")
+    return plot
+
+
 def _tree_acceptance(report: Report) -> Plot:
     return _acceptance(report, False, "depth in the draft tree")
 
@@ -281,6 +316,7 @@ _PLOTS: dict[str, Callable[[Report], Plot]] = {
     "accepted_lengths": _accepted_lengths,
     "time_parts": _time_parts,
     "predictions": _predictions,
+    "insertions": _insertions,
     "tree_acceptance": _tree_acceptance,
     "block_acceptance": _block_acceptance,
 }

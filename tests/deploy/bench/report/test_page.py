@@ -49,13 +49,13 @@ def test_ids_are_unique_and_what_they_are_for_exists(written: Path) -> None:
     named = re.findall(r'aria-labelledby="([^"]+)"', text)
     wanted = {name for pair in used for name in pair if name} | set(" ".join(named).split())
     assert wanted <= set(ids)
-    assert len(named) == 8, "every plot has a title and a description"
+    assert len(named) == 9, "every plot has a title and a description"
 
 
 def test_plots_are_whole_and_take_colours_from_the_page(written: Path) -> None:
     text = written.read_text()
     plots = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    assert len(plots) == 8
+    assert len(plots) == 9
     style = text[text.index("<style>") : text.index("</style>")]
     light, dark = style.split("prefers-color-scheme: dark")
     for plot in plots:
@@ -89,7 +89,7 @@ def test_one_answer_has_a_page(tmp_path: Path) -> None:
     text = page_of(report, tmp_path)
     assert "after 1 of 48 turns" in text
     assert "Groups of prompts" not in text
-    assert text.count("<svg") == 7
+    assert text.count("<svg") == 8
 
 
 # In a browser

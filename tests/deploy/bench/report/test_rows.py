@@ -309,6 +309,9 @@ def test_predictions_are_off_by_what_they_miss() -> None:
     report = with_system(
         example(), "eagle2", predicted_seconds_per_token=0.0009, measured_seconds_per_token=0.001
     )
+    report = with_system(
+        report, "target", predicted_seconds_per_token=0.0018, measured_seconds_per_token=0.0025
+    )
     report = with_system(report, "polybasic", predicted_seconds_per_token=None)
     table = prediction_table(report)
     assert row(table, "eagle2") == {
@@ -316,9 +319,12 @@ def test_predictions_are_off_by_what_they_miss() -> None:
         "predicted, ms": "0.90",
         "measured, ms": "1.00",
         "off by": "-10%",
+        "predicted speedup": "2.00x",
+        "measured speedup": "2.50x",
         "plan": "target → draft",
     }
     assert row(table, "polybasic")["off by"] == "-"
+    assert row(table, "polybasic")["predicted speedup"] == "-"
 
 
 # What is true whatever the speed
