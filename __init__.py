@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polybasic.chain.errors import UserError
-    from polybasic.deploy.chain import Chain, Sampling
-    from polybasic.deploy.drafters.history import History
-    from polybasic.deploy.grammar import Grammar
-    from polybasic.deploy.live import Generation
-    from polybasic.deploy.load import load_chain
+    from polybasic.deploy.runtime.chain import Chain, Sampling
+    from polybasic.deploy.runtime.drafters.history import History
+    from polybasic.deploy.runtime.grammar import Grammar
+    from polybasic.deploy.runtime.live import Generation
+    from polybasic.deploy.runtime.load import load_chain
 
     __version__: str
 
 _MODULES = {
-    "Chain": "deploy.chain",
-    "Generation": "deploy.live",
-    "Grammar": "deploy.grammar",
-    "History": "deploy.drafters.history",
-    "Sampling": "deploy.chain",
+    "Chain": "deploy.runtime.chain",
+    "Generation": "deploy.runtime.live",
+    "Grammar": "deploy.runtime.grammar",
+    "History": "deploy.runtime.drafters.history",
+    "Sampling": "deploy.runtime.chain",
     "UserError": "chain.errors",
-    "load_chain": "deploy.load",
+    "load_chain": "deploy.runtime.load",
 }
 __all__ = [
     "Chain",

@@ -27,8 +27,6 @@ CROWDED = {
     "chain/formats": 35,
     "chain/kernels/cpu/source": 32,
     "chain/kernels/cuda": 21,
-    "deploy/bench": 28,
-    "deploy/serve": 26,
     "recipes/cli": 25,
 }
 

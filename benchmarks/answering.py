@@ -16,8 +16,8 @@ import worker
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.bench.generate_loops import GenerateLoop, load_for_generate
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.bench.systems.generate_loops import GenerateLoop, load_for_generate
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import Heads
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.deploy import Chain
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 
 CONTEXTS = (256, 2048, 8192)
 ROWS = (1, 8, 24, 40)

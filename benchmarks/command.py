@@ -22,7 +22,7 @@ from polybasic.chain.formats.files import whole_file
 from polybasic.chain.kernels.cpu.native import describe_kernels
 from polybasic.chain.kernels.selection import describe_gpu_kernels
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.hardware import describe_hardware
+from polybasic.deploy.runtime.hardware import describe_hardware
 from polybasic.recipes.pipeline.provenance import git_commit, package_versions
 
 Head = dict[str, Any]

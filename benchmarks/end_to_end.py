@@ -35,7 +35,7 @@ from systems import chosen_plans, prompts_of, shown_plan
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 HF_GENERATE = "hf_generate"
 HERE, AGAINST = "here", "against"

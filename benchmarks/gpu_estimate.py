@@ -41,12 +41,12 @@ from polybasic.chain.kernels.torch.operations import DeviceLinear
 from polybasic.chain.kernels.torch.packed_weight import CODES_PER_WORD, PackedWeight
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.chain.kernels.weights import LayerWeights, ModelWeights
-from polybasic.deploy.graphs.drawing import DeviceNoise, Drawing
-from polybasic.deploy.graphs.round_parts import BlockPart
-from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.rounds.verifier import Verifier
-from polybasic.deploy.rounds.warping import Warping
+from polybasic.deploy.runtime.graphs.drawing import DeviceNoise, Drawing
+from polybasic.deploy.runtime.graphs.round_parts import BlockPart
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.sampling import Sampling
+from polybasic.deploy.runtime.rounds.verifier import Verifier
+from polybasic.deploy.runtime.rounds.warping import Warping
 
 BANDWIDTH = 4.3e12
 """Bytes a second: what an H200 was measured to read (`recipes/estimates/hardware_profiles.py`)."""

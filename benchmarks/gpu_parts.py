@@ -32,7 +32,7 @@ from systems import shown_plan
 from timeline import measure_timeline
 
 from polybasic.chain.formats.plan import Flush, Plan, Tree
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 GREEDY, SAMPLED = 0.0, 1.0
 TRACED_TOKENS = 96

@@ -15,7 +15,7 @@ from command import PROMPT_OPTIONS, begin, load, options, run
 from systems import prompts_of
 
 from polybasic import History
-from polybasic.deploy.request import Statistics
+from polybasic.deploy.runtime.request import Statistics
 
 SEED = 1
 

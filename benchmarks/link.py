@@ -30,14 +30,14 @@ from systems import plan_settings, prompts_of, shown_plan
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.planner.measurements import Measurements
-from polybasic.deploy.planner.message_costs import message_seconds
+from polybasic.deploy.planner.measuring.measurements import Measurements
+from polybasic.deploy.planner.measuring.message_costs import message_seconds
 from polybasic.deploy.planner.run import plan_loaded
 from polybasic.deploy.planner.search import choose_plan
+from polybasic.deploy.planner.settings import PlanGrid
 from polybasic.deploy.planner.simulation import simulate
-from polybasic.deploy.remote.link import Link
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.settings import PlanGrid
+from polybasic.deploy.runtime.remote.link import Link
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 LISTENS = re.compile(r"listening at (\S+):(\d+)")
 

@@ -27,7 +27,7 @@ from polybasic.chain.formats.shapes import expected_shapes, num_parameters, tens
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.reference import load_reference_model
-from polybasic.deploy.hardware import forget_peak, usage
+from polybasic.deploy.runtime.hardware import forget_peak, usage
 
 CPU = torch.device("cpu")
 CASES = {

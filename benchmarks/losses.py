@@ -21,7 +21,7 @@ from measuring import in_turns
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.hardware import forget_peak, usage
+from polybasic.deploy.runtime.hardware import forget_peak, usage
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.losses import TOKEN_LOSSES, unrolled_loss

@@ -11,8 +11,8 @@ from measuring import Case, Spread
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.request import Request
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.request import Request
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 from command import ScriptReport, begin, device_of, in_a_process, load, options, positive, run
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.hardware import forget_peak, usage
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.hardware import forget_peak, usage
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 NUM_ANSWERED = 16
 """Tokens after a prompt that fills the context with them."""

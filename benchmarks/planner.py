@@ -24,12 +24,12 @@ from systems import plan_settings, prompts_of, shown_plan
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.planner.run import plan_loaded
 from polybasic.deploy.planner.search import candidate_plans, choose_plan
+from polybasic.deploy.planner.settings import PlanGrid, PlanSettings
 from polybasic.deploy.planner.simulation import simulate
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.settings import PlanGrid, PlanSettings
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 SWEEP_GRID = PlanGrid(
     depths=(4, 7), top_ks=(4,), rows=(8, 12, 20), flush_lengths=(6, 12, 20), ngram_matches=(),

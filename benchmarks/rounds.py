@@ -33,9 +33,9 @@ from traffic import member_draft, member_pass
 
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.engine import Engine, rounds_of
-from polybasic.deploy.request import Request
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.engine import Engine, rounds_of
+from polybasic.deploy.runtime.request import Request
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 REST = "rest of Python"
 """What no timer was around: stages, trees, prefixes."""

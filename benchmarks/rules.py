@@ -20,8 +20,8 @@ from measuring import measure_bandwidth
 from systems import chosen_plans, prompts_of, shown_plan
 
 from polybasic.chain.formats.plan import Plan, Rule
-from polybasic.deploy.rounds.noise import Noise
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.rounds.noise import Noise
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 UNPERTURBED = "coupled, drafts without noise"
 

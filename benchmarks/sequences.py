@@ -9,8 +9,8 @@ from command import begin, device_of, options, positive, run
 from measuring import Spread
 
 from polybasic.chain.formats.models import resolve_model
-from polybasic.deploy.answering import LoneTarget
-from polybasic.deploy.rounds.warping import Sampling
+from polybasic.deploy.runtime.answering import LoneTarget
+from polybasic.deploy.runtime.rounds.warping import Sampling
 
 PROMPT_TOKENS, NEW_TOKENS = 4, 64
 TOP_P = 0.95

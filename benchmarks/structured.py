@@ -18,10 +18,10 @@ import torch
 from command import begin, load, options, run
 
 from polybasic.deploy import Chain
-from polybasic.deploy.grammar import Grammar
-from polybasic.deploy.request import Statistics
-from polybasic.deploy.rounds.constraint import Constraint
-from polybasic.deploy.rounds.sampling import Prefixes
+from polybasic.deploy.runtime.grammar import Grammar
+from polybasic.deploy.runtime.request import Statistics
+from polybasic.deploy.runtime.rounds.constraint import Constraint
+from polybasic.deploy.runtime.rounds.sampling import Prefixes
 
 TEXT = {"type": "string"}
 PROPERTIES = {

@@ -12,10 +12,10 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_flush, shown_members, shown_tree
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.bench.chain_systems import NAMES, chain_system, usual_systems
-from polybasic.deploy.chain import checked_plan
-from polybasic.deploy.prompts import choose_fitting, read_questions
-from polybasic.deploy.settings import BenchSettings, PlanSettings
+from polybasic.deploy.bench.systems.chain_systems import NAMES, chain_system, usual_systems
+from polybasic.deploy.planner.prompts import choose_fitting, read_questions
+from polybasic.deploy.planner.settings import BenchSettings, PlanSettings
+from polybasic.deploy.runtime.chain import checked_plan
 from polybasic.recipes.pipeline.prompts import bench_prompts, plan_prompts
 from polybasic.train.settings import SHIPPED
 

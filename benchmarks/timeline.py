@@ -20,7 +20,7 @@ from torch.profiler import profile, record_function, supported_activities
 from polybasic.chain.formats.files import whole_file
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 ROUND = "polybasic round"
 """The mark around a round: what happens until the next tokens are handed over."""

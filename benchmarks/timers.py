@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from polybasic.deploy.drafters.interface import Drafter
-from polybasic.deploy.rounds import stages as stages_module
-from polybasic.deploy.rounds.stages import Stage
+from polybasic.deploy.runtime.drafters.interface import Drafter
+from polybasic.deploy.runtime.rounds import stages as stages_module
+from polybasic.deploy.runtime.rounds.stages import Stage
 
 _SAMPLER_OPERATIONS = {
     "distributions": "*: choice of tokens",

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polybasic.deploy.chain import Chain, Options, Sampling
-    from polybasic.deploy.live import Generation, LiveAnswer
-    from polybasic.deploy.load import load_chain
-    from polybasic.deploy.request import Piece, Statistics
-    from polybasic.deploy.rounds.logprobs import TokenLogprobs
-    from polybasic.deploy.slots import BusyError
+    from polybasic.deploy.runtime.chain import Chain, Options, Sampling
+    from polybasic.deploy.runtime.live import Generation, LiveAnswer
+    from polybasic.deploy.runtime.load import load_chain
+    from polybasic.deploy.runtime.request import Piece, Statistics
+    from polybasic.deploy.runtime.rounds.logprobs import TokenLogprobs
+    from polybasic.deploy.runtime.slots import BusyError
 
 _MODULES = {
     "BusyError": "slots",
@@ -40,5 +40,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Imported when it is first asked for: the settings beside it must not wait for torch.
     if name in _MODULES:
-        return getattr(import_module(f"polybasic.deploy.{_MODULES[name]}"), name)
+        return getattr(import_module(f"polybasic.deploy.runtime.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,8 +6,8 @@ The drafter proposes tokens and the intermediate verifies them. What it accepts,
 itself, collects in a verification block. The target verifies a full block, cuts it at the first
 token that it rejects, and adds a token of its own. The answer has exactly the target's law.
 
-Names in backticks are the runtime's, in polybasic.deploy.rounds. Its drafts are trees, down which
-the intermediate draws from its own rows, and by default all models draw with the same noise
+Names in backticks are the runtime's, in polybasic.deploy.runtime.rounds. Its drafts are trees, down
+which the intermediate draws from its own rows, and by default all models draw with the same noise
 (`sampling.CoupledSampler`). Here a draft is a line, and draws are independent: the rule "token"
 of `sampling.RandomSampler`.
 """

@@ -32,9 +32,9 @@ from polybasic.chain.formats.manifest import Manifest, Provenance
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.chain.formats.quantization import GROUP_SIZE, quantization_config
-from polybasic.deploy.engine import Engine
-from polybasic.deploy.request import Request
-from polybasic.deploy.rounds.noise import Noise
+from polybasic.deploy.runtime.engine import Engine
+from polybasic.deploy.runtime.request import Request
+from polybasic.deploy.runtime.rounds.noise import Noise
 
 # a shell starts background jobs so that they ignore Ctrl-C, which tests send
 signal.signal(signal.SIGINT, signal.default_int_handler)

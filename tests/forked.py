@@ -20,7 +20,7 @@ _CONTEXT.set_forkserver_preload(
         "polybasic.train.run.training",
         "polybasic.train.features.sharded_target",
         "polybasic.quantize.awq",
-        "polybasic.deploy.chain",
+        "polybasic.deploy.runtime.chain",
         "polybasic.deploy.serve.server",
     ]
 )

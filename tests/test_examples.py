@@ -117,7 +117,7 @@ def chi_square_bound(freedom: int) -> float:
 def named(name: str) -> object:
     """What has a name such as `stages.Stage.resolve` in the runtime."""
     module, *rest = name.split(".")
-    return reduce(getattr, rest, import_module(f"polybasic.deploy.rounds.{module}"))
+    return reduce(getattr, rest, import_module(f"polybasic.deploy.runtime.rounds.{module}"))
 
 
 def test_it_prints_what_the_readme_shows() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from polybasic.deploy.theory import predicted_speedup
+from polybasic.deploy.planner.theory import predicted_speedup
 from polybasic.recipes.cli.main import app
 from polybasic.recipes.schema.loading import known_keys
 from polybasic.recipes.schema.recipe import Recipe

@@ -56,7 +56,7 @@ class Tree(Settings):
 
 
 class AdaptiveFlush(Settings):
-    """Lets a stage hand its block up before the flush length; see deploy/rounds/flushing.py."""
+    """Lets a stage hand its block up before the flush length, as deploy/runtime/rounds/flushing."""
 
     break_even: Factor = Field(
         lt=1, description="probability of the whole block below which no round is added"
@@ -78,7 +78,7 @@ class Flush(Settings):
 
 
 class Ngram(Settings):
-    """Drafts copied from prompt and output: see `polybasic.deploy.drafters.ngram`."""
+    """Drafts copied from prompt and output: see `polybasic.deploy.runtime.drafters.ngram`."""
 
     min_match: Count = Field(default=2, description="tokens that must repeat before a copy")
     num_tokens: Count = Field(default=8, description="tokens of a copy at most")
@@ -145,7 +145,7 @@ class LoadPlan(Settings):
 class MeasuredPlan(PredictedPlan):
     """A plan that was chosen by measurement, and the machine that it holds for."""
 
-    hardware: str = Field(description="as `polybasic.deploy.hardware.hardware_name` gives it")
+    hardware: str = Field(description="as `polybasic.deploy.runtime.hardware` gives it")
     dtype: str
     temperature: Temperature
     prompts: str = Field("", description="that it was measured on: shipped, heldout or a file's")

@@ -10,11 +10,11 @@ from polybasic.deploy.bench.journal import Taken, Turn
 from polybasic.deploy.bench.noise import Quiet
 from polybasic.deploy.bench.prompts import BenchPrompt
 from polybasic.deploy.bench.schema import PromptReport
-from polybasic.deploy.bench.system import System
-from polybasic.deploy.bench.systems import Systems
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.settings import BenchSettings
+from polybasic.deploy.bench.systems.catalogue import Systems
+from polybasic.deploy.bench.systems.system import System
+from polybasic.deploy.planner.settings import BenchSettings
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 
 @dataclass(frozen=True)

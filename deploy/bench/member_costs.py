@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from polybasic.deploy.bench.bench import Bench
-from polybasic.deploy.bench.chain_systems import ChainSystem
 from polybasic.deploy.bench.intervals import ratio
 from polybasic.deploy.bench.schema import (
     Answers,
@@ -11,10 +10,11 @@ from polybasic.deploy.bench.schema import (
     MemberCost,
     SystemReport,
 )
+from polybasic.deploy.bench.systems.chain_systems import ChainSystem
 from polybasic.deploy.bench.totals import lengths_of, statistics_of
-from polybasic.deploy.request import Statistics
-from polybasic.deploy.rounds.stages import Proposals
-from polybasic.deploy.theory import judge_insertion
+from polybasic.deploy.planner.theory import judge_insertion
+from polybasic.deploy.runtime.request import Statistics
+from polybasic.deploy.runtime.rounds.stages import Proposals
 
 
 def member_costs(bench: Bench, system: ChainSystem) -> dict[str, MemberCost]:

@@ -14,9 +14,9 @@ from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.executor import Executor
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.drafters.head import EagleDrafter
-from polybasic.deploy.rounds.verifier import SPARE_ROWS, Verifier
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.drafters.head import EagleDrafter
+from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS, Verifier
 
 _NUM_TURNS, _NUM_WARM_UPS = 20, 3
 _TOKENS_A_ROUND = 4

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from polybasic.chain.formats.describe import measured_on
 from polybasic.chain.formats.files import read_json
 from polybasic.chain.readable import counted
-from polybasic.deploy.settings import BenchSettings, SystemName
+from polybasic.deploy.planner.settings import BenchSettings, SystemName
 
 
 def report_place(chain: Path, settings: BenchSettings, prompts: str, hardware: str) -> Path:

@@ -4,9 +4,9 @@ import hashlib
 from dataclasses import dataclass
 
 from polybasic.deploy.bench.schema import PromptReport
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.prompts import Question, choose_fitting
-from polybasic.deploy.settings import BenchSettings
+from polybasic.deploy.planner.prompts import Question, choose_fitting
+from polybasic.deploy.planner.settings import BenchSettings
+from polybasic.deploy.runtime.chain import Chain
 
 _TEMPLATE_TOKENS = 16
 """Room for what a chat template writes around an answer."""

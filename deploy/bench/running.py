@@ -24,15 +24,26 @@ from polybasic.deploy.bench.report.markdown import write_markdown
 from polybasic.deploy.bench.report.page import write_page
 from polybasic.deploy.bench.schema import Report
 from polybasic.deploy.bench.summary import chain_digest, report_of, results_of
-from polybasic.deploy.bench.system import System
-from polybasic.deploy.bench.systems import Systems, check_systems, own_systems, with_others
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.hardware import Usage, describe_hardware, device_named, forget_peak, usage
-from polybasic.deploy.load import load_chain
-from polybasic.deploy.memory import Memory
-from polybasic.deploy.prompts import read_questions
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.settings import BenchSettings
+from polybasic.deploy.bench.systems.catalogue import (
+    Systems,
+    check_systems,
+    own_systems,
+    with_others,
+)
+from polybasic.deploy.bench.systems.system import System
+from polybasic.deploy.planner.prompts import read_questions
+from polybasic.deploy.planner.settings import BenchSettings
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.hardware import (
+    Usage,
+    describe_hardware,
+    device_named,
+    forget_peak,
+    usage,
+)
+from polybasic.deploy.runtime.load import load_chain
+from polybasic.deploy.runtime.memory import Memory
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 REPORT_FOLDER = "report"
 """Of a chain: where its report lies unless another folder is named."""

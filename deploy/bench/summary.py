@@ -13,15 +13,13 @@ from polybasic.chain.formats.card import shown_plan, weight_notes
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.chain.progress import tracked
 from polybasic.deploy.bench.bench import Bench
-from polybasic.deploy.bench.chain_systems import ChainSystem, ruled
-from polybasic.deploy.bench.exactness import Comparer
-from polybasic.deploy.bench.generate_loops import GenerateLoop
-from polybasic.deploy.bench.law import check_law
+from polybasic.deploy.bench.exactness.law import check_law
+from polybasic.deploy.bench.exactness.outputs import Comparer
+from polybasic.deploy.bench.exactness.rereading import read_patterns_of
+from polybasic.deploy.bench.exactness.rounding import NUM_POSITIONS, Rounding, measure_rounding
 from polybasic.deploy.bench.member_costs import insertions, member_costs
 from polybasic.deploy.bench.members import adaptations, draft_vocabularies
 from polybasic.deploy.bench.noise import noise_of
-from polybasic.deploy.bench.rereading import read_patterns_of
-from polybasic.deploy.bench.rounding import NUM_POSITIONS, Rounding, measure_rounding
 from polybasic.deploy.bench.schema import (
     SCHEMA,
     Agreement,
@@ -31,10 +29,12 @@ from polybasic.deploy.bench.schema import (
     SystemReport,
     Totals,
 )
-from polybasic.deploy.bench.system import System
+from polybasic.deploy.bench.systems.chain_systems import ChainSystem, ruled
+from polybasic.deploy.bench.systems.generate_loops import GenerateLoop
+from polybasic.deploy.bench.systems.system import System
 from polybasic.deploy.bench.totals import answers_of, places_by, statistics_of, totals_of
-from polybasic.deploy.hardware import describe_hardware
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.hardware import describe_hardware
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 
 def report_of(bench: Bench, is_whole: bool = True) -> Report:

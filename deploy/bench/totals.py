@@ -6,8 +6,8 @@ from polybasic.deploy.bench.bench import Bench
 from polybasic.deploy.bench.intervals import lengths, quantiles, ratio
 from polybasic.deploy.bench.journal import Taken
 from polybasic.deploy.bench.schema import Answers, Lengths, Totals
-from polybasic.deploy.bench.system import System
-from polybasic.deploy.request import Statistics
+from polybasic.deploy.bench.systems.system import System
+from polybasic.deploy.runtime.request import Statistics
 
 
 def answers_of(bench: Bench, system: System) -> Answers:

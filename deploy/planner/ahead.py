@@ -1,16 +1,16 @@
 """Rounds that overlap: stages near a user go on while an answer of the target is under way.
 
-As `polybasic.deploy.remote.stage` does it: as soon as a block is sent the next one is drafted, and
-sent unless too many are under way. It is of use if the block before is kept whole and followed by
-the token that was drafted there; if not, drafting begins anew with the target's answer, once the
-round is over that runs then.
+As `polybasic.deploy.runtime.remote.stage` does it: as soon as a block is sent the next one is
+drafted, and sent unless too many are under way. It is of use if the block before is kept whole and
+followed by the token that was drafted there; if not, drafting begins anew with the target's answer,
+once the round is over that runs then.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polybasic.deploy.remote.stage import MAX_AHEAD
+from polybasic.deploy.runtime.remote.stage import MAX_AHEAD
 
 
 @dataclass(frozen=True)

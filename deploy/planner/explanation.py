@@ -12,18 +12,18 @@ from typing import Any
 from polybasic.chain.formats.card import shown_tree
 from polybasic.chain.formats.plan import BETWEEN_REASONS, Plan
 from polybasic.chain.readable import counted
-from polybasic.deploy.planner.agreement import acceptance_between, candidates_by_depth
-from polybasic.deploy.planner.measurements import Measurements, PassCosts
+from polybasic.deploy.planner.measuring.agreement import acceptance_between, candidates_by_depth
+from polybasic.deploy.planner.measuring.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.prediction import Predicted
 from polybasic.deploy.planner.rules import rule_verdict, rules_compared
 from polybasic.deploy.planner.search import MIN_GAIN, Candidate, PlanChoice
-from polybasic.deploy.planner.windows import window_verdict, windows_tried
-from polybasic.deploy.theory import (
+from polybasic.deploy.planner.theory import (
     Condition,
     accepted_length_moments,
     judge_insertion,
     seconds_of_chain,
 )
+from polybasic.deploy.planner.windows import window_verdict, windows_tried
 
 
 def explain(

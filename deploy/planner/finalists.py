@@ -12,10 +12,10 @@ from itertools import cycle
 from polybasic.chain.formats.card import shown_tree
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.readable import counted
-from polybasic.deploy.planner.budget import Budget
-from polybasic.deploy.planner.costs import COST_TOKENS, time_plan
+from polybasic.deploy.planner.measuring.budget import Budget
+from polybasic.deploy.planner.measuring.costs import COST_TOKENS, time_plan
+from polybasic.deploy.planner.measuring.traces import Measured
 from polybasic.deploy.planner.search import Candidate, PlanChoice, choose_plan
-from polybasic.deploy.planner.traces import Measured
 
 CLOSE = 0.05
 """Share of the best time within which plans are close: by some such share a prediction from few

@@ -7,8 +7,8 @@ from itertools import combinations, product
 from typing import Any
 
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
-from polybasic.deploy.planner.measurements import Measurements
-from polybasic.deploy.settings import PlanGrid
+from polybasic.deploy.planner.measuring.measurements import Measurements
+from polybasic.deploy.planner.settings import PlanGrid
 
 Point = tuple[int, ...]
 """A place on each axis of a lattice."""

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polybasic.chain.formats.plan import LoadPlan, Plan, Tree
-from polybasic.deploy.planner.budget import Budget
-from polybasic.deploy.planner.costs import RoundCosts
 from polybasic.deploy.planner.explanation import describe_shape
 from polybasic.deploy.planner.finalists import close_to_best, shape_of
-from polybasic.deploy.planner.load_costs import LoadTimer
-from polybasic.deploy.planner.measurements import DraftCosts, Measurements
+from polybasic.deploy.planner.measuring.budget import Budget
+from polybasic.deploy.planner.measuring.costs import RoundCosts
+from polybasic.deploy.planner.measuring.load_costs import LoadTimer
+from polybasic.deploy.planner.measuring.measurements import DraftCosts, Measurements
+from polybasic.deploy.planner.measuring.traces import Measured
 from polybasic.deploy.planner.search import Candidate, PlanChoice, choose_plan, fastest_first
+from polybasic.deploy.planner.settings import PlanGrid
 from polybasic.deploy.planner.simulation import Simulator
-from polybasic.deploy.planner.traces import Measured
-from polybasic.deploy.settings import PlanGrid
 
 WORTH_TIMING = 1.25
 """Sets of members whose best plan takes at most so many times as long as the best of all are timed

@@ -8,8 +8,8 @@ import numpy as np
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.drafts import Counts
 from polybasic.deploy.planner.ahead import PlayedBlock, seconds_ahead
-from polybasic.deploy.planner.measurements import Measurements
-from polybasic.deploy.remote.link import answer_bytes, verify_bytes
+from polybasic.deploy.planner.measuring.measurements import Measurements
+from polybasic.deploy.runtime.remote.link import answer_bytes, verify_bytes
 
 NGRAM = "ngram"
 """Name of the n-gram drafts among members."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from polybasic.chain.formats.plan import Rule
 from polybasic.deploy.planner.search import MIN_GAIN, PlanChoice
-from polybasic.deploy.settings import PlanSettings
+from polybasic.deploy.planner.settings import PlanSettings
 
 
 def rules_to_compare(settings: PlanSettings) -> tuple[tuple[Rule, ...], ...]:

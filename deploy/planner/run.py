@@ -11,23 +11,23 @@ from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, PredictedPlan
 from polybasic.chain.progress import waiting
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.load import load_chain
-from polybasic.deploy.planner.budget import Budget
 from polybasic.deploy.planner.explanation import explain, shown_budget
 from polybasic.deploy.planner.finalists import time_finalists
-from polybasic.deploy.planner.load_costs import LoadTimer
 from polybasic.deploy.planner.loads import choose_by_load, loads_compared
-from polybasic.deploy.planner.measurements import Measurements
-from polybasic.deploy.planner.message_costs import message_seconds
+from polybasic.deploy.planner.measuring.budget import Budget
+from polybasic.deploy.planner.measuring.load_costs import LoadTimer
+from polybasic.deploy.planner.measuring.measurements import Measurements
+from polybasic.deploy.planner.measuring.message_costs import message_seconds
+from polybasic.deploy.planner.measuring.traces import answer_prompts, measure
+from polybasic.deploy.planner.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import PlanChoice, choose_plan
-from polybasic.deploy.planner.traces import answer_prompts, measure
+from polybasic.deploy.planner.settings import PlanSettings
 from polybasic.deploy.planner.windows import try_windows
-from polybasic.deploy.prompts import Question, choose_fitting, read_questions
-from polybasic.deploy.remote.link import Link
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.settings import PlanSettings
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.load import load_chain
+from polybasic.deploy.runtime.remote.link import Link
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 LOADS_SHARE = 0.25
 """Of the budget, that is left for plans of several sequences."""

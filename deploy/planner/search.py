@@ -13,7 +13,6 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Window
-from polybasic.deploy.planner.agreement import acceptance_by_bin
 from polybasic.deploy.planner.lattice import (
     Lattice,
     MemberSet,
@@ -22,10 +21,11 @@ from polybasic.deploy.planner.lattice import (
     ngram_matches,
     tree_axes,
 )
-from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.measuring.agreement import acceptance_by_bin
+from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.planner.prediction import Predicted
+from polybasic.deploy.planner.settings import PlanGrid
 from polybasic.deploy.planner.simulation import NUM_DRAWS, Simulator
-from polybasic.deploy.settings import PlanGrid
 
 BREAK_EVENS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 BREAK_EVENS_OVER_LINK = (0.02, 0.05, 0.1, *BREAK_EVENS)

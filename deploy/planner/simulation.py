@@ -1,9 +1,9 @@
 """How long a plan would take: its rounds simulated along answers of the target, at measured costs.
 
 The output is the target's text y whatever the plan, so a plan is simulated along a given y, of
-which `polybasic.deploy.planner.measurements.AcceptanceTrace` lists what is known. The two stages
-here mirror those of `polybasic.deploy.rounds.stages`, with positions in y instead of tokens. The
-prefill, which gives y_0, is left out.
+which `measuring.measurements.AcceptanceTrace` lists what is known. The two stages here mirror those
+of `polybasic.deploy.runtime.rounds.stages`, with positions in y instead of tokens. The prefill,
+which gives y_0, is left out.
 
 Let p_k, q_k be the probabilities of y_k under a verifier and the model below it. Given y, a block
 keeps at least i tokens with probability prod_{k<=i} min(1, q_k/p_k) under the rule `token` and
@@ -37,9 +37,9 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import Counts
 from polybasic.deploy.planner.ahead import PlayedBlock
-from polybasic.deploy.planner.measurements import Measurements, Values, num_candidates
+from polybasic.deploy.planner.measuring.measurements import Measurements, Values, num_candidates
 from polybasic.deploy.planner.prediction import Played, Predicted, predict
-from polybasic.deploy.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing
 
 NUM_DRAWS = 4
 """How often traces are simulated, each time with other uniforms, where draws are independent."""
@@ -345,7 +345,7 @@ _WantsMore = Callable[[int, int], bool]
 
 
 class _TreeStage:
-    """Simulates `polybasic.deploy.rounds.stages.TreeStage`."""
+    """Simulates `polybasic.deploy.runtime.rounds.stages.TreeStage`."""
 
     def __init__(self, rounds: _TreeRounds) -> None:
         self.rounds = rounds
@@ -392,7 +392,7 @@ class _TreeStage:
 
 
 class _BlockStage:
-    """Simulates `polybasic.deploy.rounds.stages.BlockStage`."""
+    """Simulates `polybasic.deploy.runtime.rounds.stages.BlockStage`."""
 
     extents: list[int]
     confidence: list[float]

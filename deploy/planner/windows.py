@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from polybasic.chain.formats.plan import Plan, Tree, Window
-from polybasic.deploy.planner.budget import Budget
-from polybasic.deploy.planner.costs import NUM_TURNS, RoundCosts, compare_costs
-from polybasic.deploy.planner.measurements import (
+from polybasic.deploy.planner.measuring.budget import Budget
+from polybasic.deploy.planner.measuring.costs import NUM_TURNS, RoundCosts, compare_costs
+from polybasic.deploy.planner.measuring.measurements import (
     AcceptanceTrace,
     DraftCosts,
     Measurements,
     PassCosts,
 )
+from polybasic.deploy.planner.measuring.traces import Calibration, Measured, Windows, trace_answer
 from polybasic.deploy.planner.search import (
     MIN_GAIN,
     Candidate,
@@ -28,7 +29,6 @@ from polybasic.deploy.planner.search import (
     WindowTrial,
     choose_windows,
 )
-from polybasic.deploy.planner.traces import Calibration, Measured, Windows, trace_answer
 
 NUM_MEMBER_SETS = 2
 """How many of the best sets of members windows are tried with."""

@@ -16,12 +16,10 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.serve.errors import ApiError, bad_request
-from polybasic.deploy.serve.guard import Guard, Json, error_response, unless_gone
-from polybasic.deploy.serve.infill import InfillRequest, infilled
-from polybasic.deploy.serve.metrics import CONTENT_TYPE
-from polybasic.deploy.serve.protocol import (
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.serve.api.errors import ApiError, bad_request
+from polybasic.deploy.serve.api.infill import InfillRequest, infilled
+from polybasic.deploy.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -29,11 +27,13 @@ from polybasic.deploy.serve.protocol import (
     TokenizeRequest,
     refusal_of,
 )
-from polybasic.deploy.serve.replies import Reply
-from polybasic.deploy.serve.responses import ResponsesReply, ResponsesRequest
+from polybasic.deploy.serve.api.replies import Reply
+from polybasic.deploy.serve.api.responses import ResponsesReply, ResponsesRequest
+from polybasic.deploy.serve.api.streams import EventStream, summary
+from polybasic.deploy.serve.guard import Guard, Json, error_response, unless_gone
+from polybasic.deploy.serve.metrics import CONTENT_TYPE
 from polybasic.deploy.serve.service import Service
 from polybasic.deploy.serve.settings import ServeSettings
-from polybasic.deploy.serve.streams import EventStream, summary
 from polybasic.deploy.serve.tickets import RequestHandle
 
 _PAGE = Path(__file__).parent / "page"

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from weakref import WeakValueDictionary
 
-from polybasic.deploy.serve.errors import ApiError
+from polybasic.deploy.serve.api.errors import ApiError
 
 SMALL_BYTES = 1 << 16
 """A body that is no larger is not counted."""

@@ -14,8 +14,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from polybasic.deploy.serve.api.errors import ApiError, internal_error
 from polybasic.deploy.serve.buffers import Buffers
-from polybasic.deploy.serve.errors import ApiError, internal_error
 from polybasic.deploy.serve.settings import ServeSettings
 
 _LONG_CONTEXT = 1 << 20

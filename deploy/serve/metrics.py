@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
-from polybasic.deploy.request import Statistics
+from polybasic.deploy.runtime.request import Statistics
 
 PREFIX = "polybasic:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -38,7 +38,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.logs import log_to_stderr
 from polybasic.chain.settings import Count, Factor, arguments
-from polybasic.deploy.serve.errors import ApiError, out_of_time
+from polybasic.deploy.serve.api.errors import ApiError, out_of_time
 from polybasic.deploy.serve.guard import Guard
 from polybasic.deploy.serve.metrics import CONTENT_TYPE
 from polybasic.deploy.serve.settings import ServeSettings

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from tokenizers import Tokenizer
 
-from polybasic.deploy.serve.errors import bad_request
+from polybasic.deploy.serve.api.errors import bad_request
 
 Result = TypeVar("Result")
 

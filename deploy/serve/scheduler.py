@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from polybasic.chain.errors import LostProcessError, UserError
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.live import LiveAnswer
-from polybasic.deploy.request import Piece, Statistics
-from polybasic.deploy.serve.errors import (
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.live import LiveAnswer
+from polybasic.deploy.runtime.request import Piece, Statistics
+from polybasic.deploy.runtime.slots import BusyError
+from polybasic.deploy.serve.api.errors import (
     ApiError,
     bad_request,
     internal_error,
@@ -21,7 +22,6 @@ from polybasic.deploy.serve.errors import (
 )
 from polybasic.deploy.serve.metrics import Metrics
 from polybasic.deploy.serve.tickets import Job, News, RequestHandle
-from polybasic.deploy.slots import BusyError
 
 _log = logging.getLogger(__name__)
 

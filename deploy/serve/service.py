@@ -10,29 +10,29 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chat_templates import token_ids_of
-from polybasic.deploy.chain import Chain, checked_plan
-from polybasic.deploy.drafters.history import History
-from polybasic.deploy.grammar import Grammar
-from polybasic.deploy.rounds.stopping import AnswerText
-from polybasic.deploy.serve.choices import Prompt
-from polybasic.deploy.serve.errors import ApiError, bad_request
-from polybasic.deploy.serve.infill import Infilling, InfillRequest
-from polybasic.deploy.serve.markdown import MAX_CHARACTERS, Node, elements
-from polybasic.deploy.serve.metrics import Metrics
-from polybasic.deploy.serve.protocol import (
+from polybasic.deploy.runtime.chain import Chain, checked_plan
+from polybasic.deploy.runtime.drafters.history import History
+from polybasic.deploy.runtime.grammar import Grammar
+from polybasic.deploy.runtime.rounds.stopping import AnswerText
+from polybasic.deploy.serve.api.choices import Prompt
+from polybasic.deploy.serve.api.errors import ApiError, bad_request
+from polybasic.deploy.serve.api.infill import Infilling, InfillRequest
+from polybasic.deploy.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
     Message,
     TokenizeRequest,
 )
+from polybasic.deploy.serve.api.reasoning import CLOSING, OPENING
+from polybasic.deploy.serve.api.replies import ChatReply, CompletionReply, Reply
+from polybasic.deploy.serve.api.tools import Tool, style_of
+from polybasic.deploy.serve.markdown import MAX_CHARACTERS, Node, elements
+from polybasic.deploy.serve.metrics import Metrics
 from polybasic.deploy.serve.reading import Reading
-from polybasic.deploy.serve.reasoning import CLOSING, OPENING
-from polybasic.deploy.serve.replies import ChatReply, CompletionReply, Reply
 from polybasic.deploy.serve.scheduler import Limits, Scheduler, readable
 from polybasic.deploy.serve.settings import ServeSettings
 from polybasic.deploy.serve.texts import TokenTexts
 from polybasic.deploy.serve.tickets import RequestHandle
-from polybasic.deploy.serve.tools import Tool, style_of
 
 _SEED_BITS = 53
 """Of a seed that is drawn: numbers that every reader of JSON keeps."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from polybasic.deploy.rounds.stopping import AnswerText
+from polybasic.deploy.runtime.rounds.stopping import AnswerText
 
 
 class TokenTexts:

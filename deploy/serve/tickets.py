@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polybasic.deploy.live import LiveAnswer
-from polybasic.deploy.request import Piece, Statistics
-from polybasic.deploy.rounds.logprobs import TokenLogprobs
-from polybasic.deploy.serve.errors import ApiError
+from polybasic.deploy.runtime.live import LiveAnswer
+from polybasic.deploy.runtime.request import Piece, Statistics
+from polybasic.deploy.runtime.rounds.logprobs import TokenLogprobs
+from polybasic.deploy.serve.api.errors import ApiError
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from polybasic.chain.progress import tracked
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain
-    from polybasic.deploy.grammar import Grammar
-    from polybasic.deploy.prompts import Question
+    from polybasic.deploy.planner.prompts import Question
+    from polybasic.deploy.runtime.grammar import Grammar
 
 _STANDARD_INPUT = "-"
 
@@ -102,7 +102,7 @@ def grammar_asked(
     Raises:
         UserError: several of them, no such file, or what is no grammar.
     """
-    from polybasic.deploy.grammar import Grammar
+    from polybasic.deploy.runtime.grammar import Grammar
 
     named = {"--json-schema": json_schema, "--regex": regex, "--choice": choice or None}
     named["--grammar"] = grammar
@@ -124,7 +124,7 @@ class AnswerFile:
     Until then what is answered lies beside it, and is not asked again.
 
     Args:
-        prompts: a file as `polybasic.deploy.prompts.read_questions` reads it.
+        prompts: a file as `polybasic.deploy.planner.prompts.read_questions` reads it.
         out: the file to write.
         asked: chain and settings; answers of others are not gone on with.
 
@@ -134,7 +134,7 @@ class AnswerFile:
     """
 
     def __init__(self, prompts: Path, out: Path, asked: dict[str, Any]) -> None:
-        from polybasic.deploy.prompts import read_questions
+        from polybasic.deploy.planner.prompts import read_questions
 
         if lies_anywhere(out):
             do = "choose another --out, or remove it to have all answered again"

@@ -130,8 +130,8 @@ def generate(
     """
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.deploy import load_chain
-    from polybasic.deploy.rounds.sampling import Sampling
-    from polybasic.deploy.settings import PlanSettings
+    from polybasic.deploy.planner.settings import PlanSettings
+    from polybasic.deploy.runtime.rounds.sampling import Sampling
     from polybasic.recipes.schema.loading import validated
 
     check_sources(prompt, file, prompts, out)
@@ -275,7 +275,7 @@ def _stated_memory(
     except UserError as error:
         note(f"memory: not stated, {error}")
         return None
-    from polybasic.deploy.load import LoadOptions, stated_memory
+    from polybasic.deploy.runtime.load import LoadOptions, stated_memory
 
     options = LoadOptions(dtype=dtype, context_tokens=context_tokens)
     memory, available = stated_memory(checked, options)

@@ -82,7 +82,7 @@ def chat(
     input is no terminal, stdout gets the answers and nothing else.
     """
     from polybasic.deploy import load_chain
-    from polybasic.deploy.rounds.sampling import Sampling
+    from polybasic.deploy.runtime.rounds.sampling import Sampling
     from polybasic.recipes.cli.conversation import Conversation
 
     settings: dict[str, Any] = {

@@ -14,8 +14,8 @@ from polybasic.recipes.cli.chain import note, statistics_line
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain, Piece
-    from polybasic.deploy.live import LiveAnswer
-    from polybasic.deploy.request import Statistics
+    from polybasic.deploy.runtime.live import LiveAnswer
+    from polybasic.deploy.runtime.request import Statistics
 
 _NUMBERS: dict[str, type[int] | type[float]] = {
     "temperature": float,

@@ -104,7 +104,7 @@ def _kernels(describe: Callable[[], str]) -> str:
 def _executors() -> str:
     """What runs models here, by dtype; loads the kernels, and compiles them if there are none."""
     from polybasic.chain.kernels.selection import executors_by_dtype
-    from polybasic.deploy.hardware import device_named
+    from polybasic.deploy.runtime.hardware import device_named
 
     found = executors_by_dtype(device_named())
     return ", ".join(f"{dtype}: {executor}" for dtype, executor in found.items())

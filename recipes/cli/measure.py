@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from polybasic.deploy.planner.run import Planning
-    from polybasic.deploy.settings import BenchSettings, PlanSettings
+    from polybasic.deploy.planner.settings import BenchSettings, PlanSettings
     from polybasic.recipes.pipeline.prompts import PromptSource
     from polybasic.recipes.schema.loading import Model
 
@@ -106,13 +106,13 @@ def plan(
     from polybasic.chain.console import Console
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.files import write_json
-    from polybasic.deploy.settings import PlanSettings
+    from polybasic.deploy.planner.settings import PlanSettings
     from polybasic.recipes.schema.loading import validated
 
     if options := remote_options(remote, key_file, tls_certificate, no_optimism):
         if link is not None:
             raise UserError("two links", f"--link {link} --remote {remote}", "name one of them")
-        from polybasic.deploy.load import measured_link
+        from polybasic.deploy.runtime.load import measured_link
 
         link = str(measured_link(chain, target=target, **options))
         note(f"the link to {remote}: {link}")
@@ -212,7 +212,7 @@ def bench(
         raise UserError("no chain", "polybasic bench", "name one, or two reports with --compare")
     from polybasic.chain.console import Console
     from polybasic.chain.formats.chains import resolve_chain
-    from polybasic.deploy.settings import BenchSettings
+    from polybasic.deploy.planner.settings import BenchSettings
     from polybasic.recipes.schema.loading import validated
 
     given: dict[str, Any] = {
@@ -233,7 +233,7 @@ def bench(
     validated(BenchSettings, given, {}, "on the command line")
     folder = resolve_chain(with_small(chain, small))
     settings = _settings(BenchSettings, folder, given)
-    from polybasic.deploy.load import serving_conditions
+    from polybasic.deploy.runtime.load import serving_conditions
 
     where = settings.model_dump(include={"dtype", "tensor_parallel"})
     hardware, dtype = serving_conditions(folder, target=target, **where)
@@ -280,8 +280,8 @@ def _planned(
     """The settings with a file of prompts, and their source; the chain has been planned then,
     unless it is to be taken as it is."""
     from polybasic.chain.formats.manifest import read_manifest
-    from polybasic.deploy.prompts import split_questions
-    from polybasic.deploy.settings import PlanSettings
+    from polybasic.deploy.planner.prompts import split_questions
+    from polybasic.deploy.planner.settings import PlanSettings
     from polybasic.recipes.pipeline.prompts import PROMPTS_NAME, bench_prompts, with_prompts
 
     source, path = _written(bench_prompts, settings, folder, PROMPTS_NAME)
@@ -314,7 +314,7 @@ def _announce(settings: "PlanSettings") -> None:
 
 def _settings(kind: "type[Model]", folder: Path, given: dict[str, Any]) -> "Model":
     """The given settings, over those of the recipe that the chain was made by."""
-    from polybasic.deploy.settings import PlanSettings
+    from polybasic.deploy.planner.settings import PlanSettings
     from polybasic.recipes.schema.loading import validated
 
     section = "plan" if kind is PlanSettings else "bench"

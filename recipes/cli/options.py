@@ -89,7 +89,7 @@ def _num_parts(context: typer.Context, given: int | None) -> int:
 
     if place_in().world_size == 1:
         return given or 1
-    from polybasic.deploy.parallel.processes import join_launched, leave_launched
+    from polybasic.deploy.runtime.parallel.processes import join_launched, leave_launched
 
     context.call_on_close(leave_launched)
     return join_launched(given)

@@ -7,7 +7,7 @@ from polybasic.chain.formats.plan import Rule
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain, Sampling
-    from polybasic.deploy.chain import Prompt
+    from polybasic.deploy.runtime.chain import Prompt
 
 
 def checked_rule(rule: str | None, is_compared: bool) -> str | None:
@@ -50,7 +50,7 @@ def compare_with_target(
     if found == alone.token_ids:
         line = f"verified: identical to the target alone ({seed}), which gives {rate:.1f} tokens/s"
         return line, True
-    from polybasic.deploy.bench.exactness import agreement_on, parting
+    from polybasic.deploy.bench.exactness.outputs import agreement_on, parting
 
     if chain.engine.models.remote is not None:
         place = parting(alone.token_ids, found) + 1

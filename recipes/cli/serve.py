@@ -143,7 +143,7 @@ def serve(
     _check_installed()
     from polybasic.chain.logs import log_to_stderr
     from polybasic.deploy import load_chain
-    from polybasic.deploy.listening import bound
+    from polybasic.deploy.runtime.listening import bound
     from polybasic.deploy.serve.app import create_app
     from polybasic.deploy.serve.server import Server
 

@@ -50,9 +50,9 @@ def serve_target(
         raise UserError(
             "half of a certificate", "--tls-cert and --tls-key", "give both of them, or neither"
         )
-    from polybasic.deploy.load import load_target
-    from polybasic.deploy.remote.keys import read_key, server_tls
-    from polybasic.deploy.remote.server import TargetServer, listening_at
+    from polybasic.deploy.runtime.load import load_target
+    from polybasic.deploy.runtime.remote.keys import read_key, server_tls
+    from polybasic.deploy.runtime.remote.server import TargetServer, listening_at
 
     key = read_key(key_file)
     tls = None if tls_cert is None or tls_key is None else server_tls(tls_cert, tls_key)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polybasic.deploy.timeline import Event, Share, Timeline
+    from polybasic.deploy.runtime.timeline import Event, Share, Timeline
 
 _NAMES = {"draw": "draws", "between": "between: Python, cuts of blocks, caches, text"}
 

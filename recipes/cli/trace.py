@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from polybasic.deploy import Chain
-    from polybasic.deploy.tracing import TracedRound
+    from polybasic.deploy.runtime.tracing import TracedRound
 
 _KEPT, _DRAWN, _REFUSED = "green", "bold underline", "red"
 

@@ -11,7 +11,7 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.files import existing, free_bytes, lies_anywhere, partial_path
 from polybasic.chain.formats.packages import PACKAGE
 from polybasic.chain.tables import Table, print_table
-from polybasic.deploy.prompts import read_questions
+from polybasic.deploy.planner.prompts import read_questions
 from polybasic.quantize.limits import check_quantizable, check_rows
 from polybasic.recipes.estimates.costs import StageEstimate, estimate_stage
 from polybasic.recipes.estimates.hardware_profiles import CPU, Hardware

@@ -10,7 +10,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.progress import waiting
 from polybasic.chain.readable import counted
-from polybasic.deploy.prompts import read_questions
+from polybasic.deploy.planner.prompts import read_questions
 from polybasic.recipes.estimates.sizes import has_weights
 from polybasic.recipes.pipeline.prompts import PromptSource, bench_prompts, plan_prompts
 from polybasic.recipes.pipeline.running import PipelineStage
@@ -56,7 +56,7 @@ def machine_line() -> str:
     import torch
 
     from polybasic.chain.kernels.cpu.native import describe_kernels
-    from polybasic.deploy.hardware import describe_hardware
+    from polybasic.deploy.runtime.hardware import describe_hardware
 
     found = describe_hardware(torch.device("cpu"))
     cores = counted(found["cores"], "core")

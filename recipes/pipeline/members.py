@@ -8,7 +8,7 @@ from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import Kind
 from polybasic.chain.formats.package import TARGET_NAME, Part
 from polybasic.chain.formats.plan import Flush, Plan
-from polybasic.deploy.settings import PlanSettings
+from polybasic.deploy.planner.settings import PlanSettings
 from polybasic.recipes.pipeline.running import Workspace
 from polybasic.recipes.pipeline.sources import checkpoint_of
 from polybasic.recipes.schema.recipe import Recipe

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.manifest import Provenance
-from polybasic.deploy.prompts import read_questions, write_first_turns
-from polybasic.deploy.settings import BenchSettings, PlanSettings
+from polybasic.deploy.planner.prompts import read_questions, write_first_turns
+from polybasic.deploy.planner.settings import BenchSettings, PlanSettings
 from polybasic.recipes.pipeline.downloads import fetch, is_url
 from polybasic.recipes.schema.recipe import NUM_TASKS, asks_heldout
 from polybasic.train.data.shipped import NUM_HELDOUT, heldout_shipped

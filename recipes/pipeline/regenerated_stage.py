@@ -27,8 +27,8 @@ from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.settings import RegenerateSettings
 
 if TYPE_CHECKING:
-    from polybasic.deploy.answering import LoneTarget
-    from polybasic.deploy.rounds.warping import Sampling
+    from polybasic.deploy.runtime.answering import LoneTarget
+    from polybasic.deploy.runtime.rounds.warping import Sampling
     from polybasic.train.answers.answerer import Answerer, AskedPrompt, WrittenTurn
     from polybasic.train.data.chat import UserTurn
 
@@ -161,7 +161,7 @@ def _server(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
 def _runtime(workspace: Workspace) -> "nullcontext[RuntimeAnswerer]":
     """This runtime."""
     from polybasic.chain.formats.config import read_config
-    from polybasic.deploy.answering import LoneTarget, answering_dtype
+    from polybasic.deploy.runtime.answering import LoneTarget, answering_dtype
 
     target, settings = checkpoint_of(workspace, "target"), _settings(workspace)
     config = read_config(target)
@@ -197,7 +197,7 @@ class RuntimeAnswerer:
 
     async def write(self, turn: "UserTurn", seed: int) -> "WrittenTurn":
         """Write one question, whatever the checkpoint's defaults say: they are made for answers."""
-        from polybasic.deploy.rounds.warping import Sampling
+        from polybasic.deploy.runtime.rounds.warping import Sampling
         from polybasic.train.answers.self_prompting import MOST_TOKENS, TEMPERATURE, TOP_P
 
         room = self.context_tokens - len(turn.token_ids)

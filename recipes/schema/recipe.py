@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, model_validator
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Name
 from polybasic.chain.settings import Seed, Settings
-from polybasic.deploy.settings import TASKS, BenchSettings, PlanSettings
+from polybasic.deploy.planner.settings import TASKS, BenchSettings, PlanSettings
 from polybasic.quantize.settings import GroupSize, QuantizeSettings
 from polybasic.train.settings import (
     TO_BE_GIVEN,

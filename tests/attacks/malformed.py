@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from polybasic.deploy.serve.protocol import (
+from polybasic.deploy.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from polybasic.deploy import load_chain
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 from tests.attacks import outcomes
 from tests.conftest import ChainParts
 

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.deploy import load_chain
-from polybasic.deploy.rounds.sampling import (
+from polybasic.deploy.runtime.rounds.sampling import (
     NotFiniteError,
     RandomSampler,
     Sampling,
     make_sampler,
 )
-from polybasic.deploy.rounds.warping import Prefixes
+from polybasic.deploy.runtime.rounds.warping import Prefixes
 from tests.attacks import outcomes
 from tests.attacks.test_files import accept
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.deploy.prompts import read_questions
+from polybasic.deploy.planner.prompts import read_questions
 from polybasic.train.data.conversations import load_conversations
 from tests.attacks import outcomes
 from tests.attacks.test_chains import OTHERS, changed

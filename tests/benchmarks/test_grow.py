@@ -14,7 +14,7 @@ from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy.bench.report.terminal import print_report
 from polybasic.deploy.bench.running import bench_chain
-from polybasic.deploy.settings import BenchSettings
+from polybasic.deploy.planner.settings import BenchSettings
 from polybasic.recipes.cli.chain import inspect
 from tests.benchmarks.scripts import load_script
 

@@ -11,9 +11,9 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import load_chain
-from polybasic.deploy.hardware import describe_hardware
-from polybasic.deploy.rounds import stages
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.hardware import describe_hardware
+from polybasic.deploy.runtime.rounds import stages
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 from polybasic.train.data.shipped import heldout_shipped
 from tests.benchmarks.scripts import load_script
 from tests.checkpoints import write_family

@@ -23,7 +23,7 @@ from polybasic.chain.kernels.weights import (
     ModelWeights,
     PositionWeights,
 )
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 
 CPU = torch.device("cpu")
 CONFIG = DecoderConfig(

@@ -12,7 +12,7 @@ import torch
 from polybasic.chain import processor
 from polybasic.chain.kernels.cpu.instruction_sets import best_set
 from polybasic.chain.processor import flags_line, num_cores, processor_flags, processor_name
-from polybasic.deploy.hardware import describe_hardware
+from polybasic.deploy.runtime.hardware import describe_hardware
 
 M1 = """\
 hw.ncpu: 8

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
-from polybasic.deploy.rounds import draws
+from polybasic.deploy.runtime.rounds import draws
 from tests.browser import CHROMIUM, Browser, browsing
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.request import Request
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.request import Request
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 from tests.conftest import FourChainParts, package_around, write_draft, write_target
 
 NUM_NEW_TOKENS = 100

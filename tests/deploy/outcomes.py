@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from polybasic.deploy.rounds.sampling import Probabilities
+from polybasic.deploy.runtime.rounds.sampling import Probabilities
 
 
 @dataclass

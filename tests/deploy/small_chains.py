@@ -35,15 +35,15 @@ from polybasic.chain.model.early_exit import early_exit
 from polybasic.chain.model.medusa import medusa_executor
 from polybasic.chain.model.steering import steered
 from polybasic.chain.model.stored import GivenTensors
-from polybasic.deploy.drafters.early_exit import EarlyExitDrafter
-from polybasic.deploy.drafters.interface import Drafter
-from polybasic.deploy.drafters.steering import SteeredDrafter
-from polybasic.deploy.engine import Engine
-from polybasic.deploy.request import Request
-from polybasic.deploy.rounds.noise import Noise
-from polybasic.deploy.rounds.pace import PromptPace
-from polybasic.deploy.rounds.passes import alone
-from polybasic.deploy.rounds.sampling import (
+from polybasic.deploy.runtime.drafters.early_exit import EarlyExitDrafter
+from polybasic.deploy.runtime.drafters.interface import Drafter
+from polybasic.deploy.runtime.drafters.steering import SteeredDrafter
+from polybasic.deploy.runtime.engine import Engine
+from polybasic.deploy.runtime.request import Request
+from polybasic.deploy.runtime.rounds.noise import Noise
+from polybasic.deploy.runtime.rounds.pace import PromptPace
+from polybasic.deploy.runtime.rounds.passes import alone
+from polybasic.deploy.runtime.rounds.sampling import (
     CoupledSampler,
     GreedyRows,
     Prefixes,
@@ -52,10 +52,10 @@ from polybasic.deploy.rounds.sampling import (
     Sampler,
     Sampling,
 )
-from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.rounds.verifier import Verifier
-from polybasic.deploy.rounds.warping import truncate
-from polybasic.deploy.slots import Models
+from polybasic.deploy.runtime.rounds.stages import BlockStage, Stage, TreeStage
+from polybasic.deploy.runtime.rounds.verifier import Verifier
+from polybasic.deploy.runtime.rounds.warping import truncate
+from polybasic.deploy.runtime.slots import Models
 
 VOCAB_SIZE = 6
 CPU = torch.device("cpu")

@@ -23,18 +23,18 @@ from polybasic.chain.formats.plan import Flush, Rule, Tree
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.executor import Perturbation
 from polybasic.chain.kernels.torch.operations import Operations
-from polybasic.deploy.rounds.passes import alone
-from polybasic.deploy.rounds.sampling import (
+from polybasic.deploy.runtime.rounds.passes import alone
+from polybasic.deploy.runtime.rounds.sampling import (
     CoupledSampler,
     Prefixes,
     Probabilities,
     RandomSampler,
     Sampling,
 )
-from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
-from polybasic.deploy.rounds.warping import warp
-from tests.deploy.drafters.expanding import expanded
+from polybasic.deploy.runtime.rounds.stages import BlockStage, Stage, TreeStage
+from polybasic.deploy.runtime.rounds.warping import warp
 from tests.deploy.outcomes import Enumerated, Outcomes
+from tests.deploy.runtime.drafters.expanding import expanded
 
 SMALL_TREE = Tree(depth=2, top_k=2, rows=5)
 GRID = 24
@@ -321,7 +321,7 @@ class TableNoise:
         """Native kernels do not know it."""
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
-        """See `polybasic.deploy.rounds.noise.Noise`."""
+        """See `polybasic.deploy.runtime.rounds.noise.Noise`."""
         return -torch.tensor(
             [self.waits(position) for position in positions], dtype=torch.float64
         ).log()

@@ -11,14 +11,14 @@ import numpy as np
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import Chain
-from polybasic.deploy.planner.measurements import (
+from polybasic.deploy.planner.measuring.measurements import (
     AcceptanceTrace,
     DraftCosts,
     Measurements,
     PassCosts,
 )
-from polybasic.deploy.request import Request
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.request import Request
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 GREEDY = Sampling()
 LEAST = Tree(depth=1, top_k=1, rows=2)

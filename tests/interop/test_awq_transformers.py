@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AwqConfig
 from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.model.loading import load_decoder
-from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.verifier import Verifier
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.settings import QuantizeSettings
 from tests.checkpoints import write_family

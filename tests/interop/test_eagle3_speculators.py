@@ -20,7 +20,7 @@ from polybasic.chain.formats.draft_vocabulary import draft_tables
 from polybasic.chain.heads.importing import import_head
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from tests.checkpoints import VOCAB_SIZE, write_family
 
 H, NUM_ROWS, FEATURE_LAYERS = 128, 40, [1, 3, 5]

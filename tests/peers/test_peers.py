@@ -18,8 +18,8 @@ from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.peers.catalogue import PEERS
 from polybasic.deploy.bench.peers.systems import peer_systems
-from polybasic.deploy.bench.system import System
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.bench.systems.system import System
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 from tests.conftest import ChainParts
 from tests.deploy.serve.serving import write_byte_tokenizer
 

@@ -16,7 +16,7 @@ from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.quantization import quantization_config
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from polybasic.quantize import awq as quantizing
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy import hardware
+from polybasic.deploy.runtime import hardware
 from polybasic.recipes.cli import main as cli
 from polybasic.recipes.schema.loading import load_recipe
 

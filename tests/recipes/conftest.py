@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.deploy.settings import TASKS
+from polybasic.deploy.planner.settings import TASKS
 from tests.checkpoints import write_family
 from tests.recipes.command_line import call
 from tests.recipes.conversations import write_conversations

@@ -9,7 +9,7 @@ from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.weights import ModelWeights
 from polybasic.chain.model.loading import load_layer
 from polybasic.chain.model.stored import StoredTensors
-from polybasic.deploy.drafters.head import EagleDrafter
+from polybasic.deploy.runtime.drafters.head import EagleDrafter
 
 
 def load_toy_head(file: ConfigFile, target: Executor, num_positions: int) -> Executor:

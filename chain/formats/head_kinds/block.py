@@ -52,6 +52,6 @@ BLOCK = HeadKind(
     norms={"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     tensors=_tensors,
     load="polybasic.chain.model.loading:load_head",
-    drafter="polybasic.deploy.drafters.head:EagleDrafter",
+    drafter="polybasic.deploy.runtime.drafters.head:EagleDrafter",
     fields=_fields,
 )

@@ -10,5 +10,5 @@ EAGLE2 = HeadKind(
     norms={"mlp_norm": "post_attention_layernorm"},
     tensors=lambda config: {"fc.weight": (config.hidden_size, 2 * config.hidden_size)},
     load="polybasic.chain.model.loading:load_head",
-    drafter="polybasic.deploy.drafters.head:EagleDrafter",
+    drafter="polybasic.deploy.runtime.drafters.head:EagleDrafter",
 )

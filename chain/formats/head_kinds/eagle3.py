@@ -103,7 +103,7 @@ EAGLE3 = HeadKind(
     },
     tensors=eagle3_tensors,
     load="polybasic.chain.model.loading:load_head",
-    drafter="polybasic.deploy.drafters.head:EagleDrafter",
+    drafter="polybasic.deploy.runtime.drafters.head:EagleDrafter",
     num_attended=2,
     has_lm_head=True,
     fields=eagle3_fields,

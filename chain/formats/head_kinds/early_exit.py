@@ -83,7 +83,7 @@ EARLY_EXIT = HeadKind(
     title="Early exit",
     tensors=_tensors,
     load="polybasic.chain.model.early_exit:load_early_exit",
-    drafter="polybasic.deploy.drafters.early_exit:EarlyExitDrafter",
+    drafter="polybasic.deploy.runtime.drafters.early_exit:EarlyExitDrafter",
     shares_cache=True,
     fields=_fields,
 )

@@ -53,7 +53,7 @@ class HeadKind:
             that is stored with a bias is read with it.
         load: what loads it, as `polybasic.chain.model.loading.load_head` does; this and `drafter`
             as "package.module:attribute", which is imported when a head is loaded.
-        drafter: what drafts with it, as `polybasic.deploy.drafters.head.EagleDrafter` does.
+        drafter: what drafts with it, as `polybasic.deploy.runtime.drafters.head.EagleDrafter` does.
         layer: what the names of its layer's tensors begin with; of a kind with several layers, {}
             stands for their number. None of a head that has neither a layer of Llama's nor a copy
             of the embedding.

@@ -87,7 +87,7 @@ STEERING = HeadKind(
     title="Steering",
     tensors=_tensors,
     load="polybasic.chain.model.steering:load_steering",
-    drafter="polybasic.deploy.drafters.steering:SteeredDrafter",
+    drafter="polybasic.deploy.runtime.drafters.steering:SteeredDrafter",
     steers=True,
     fields=_fields,
 )

@@ -110,7 +110,7 @@ class Kernels:
         Args:
             logits: float32 [R, V].
             warping: temperature, top-k, top-p and min-p, 0 where a step is off; see
-                `polybasic.deploy.rounds.warping`.
+                `polybasic.deploy.runtime.rounds.warping`.
             key: as `polybasic.chain.kernels.noise.noise_key` gives it.
             positions: R of them, of the tokens to draw.
         """

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy.bench.peers.catalogue import clean_environment
-from polybasic.deploy.bench.system import System, TimedAnswer
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.bench.systems.system import System, TimedAnswer
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 FOLDER = Path(__file__).parent
 """Where `python -m workers.NAME` finds them."""

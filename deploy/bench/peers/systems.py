@@ -12,14 +12,14 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.manifest import MODEL_KINDS
-from polybasic.deploy.bench.chain_systems import weight_type
 from polybasic.deploy.bench.peers.catalogue import PEERS
 from polybasic.deploy.bench.peers.process import PeerSystem, run_worker
-from polybasic.deploy.bench.system import System
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.hardware import available_bytes
-from polybasic.deploy.memory import MARGIN
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.bench.systems.chain_systems import weight_type
+from polybasic.deploy.bench.systems.system import System
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.hardware import available_bytes
+from polybasic.deploy.runtime.memory import MARGIN
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 GGUF_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 LLAMA_DRAFTED, LLAMA_DRAFTED_BY_SMALL, LLAMA_LOOKUP, OPENVINO_DRAFTED, NGRAM = 8, 3, 2, 4, 2

@@ -13,8 +13,8 @@ from polybasic.chain.formats.checkpoint import load_tensors
 from polybasic.chain.formats.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.model.loading import load_decoder
-from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.verifier import Verifier
 from tests.benchmarks.scripts import load_script
 from tests.conftest import VOCAB_SIZE, ChainParts, write_draft, write_target
 from tests.conftest import write_intermediate as write_int4

@@ -19,7 +19,7 @@ from polybasic.chain.formats.manifest import MODEL_KINDS, Manifest, read_manifes
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.heads.export import export_head
 from polybasic.chain.heads.importing import import_head
-from polybasic.deploy.memory import Layout, Memory, state_memory
+from polybasic.deploy.runtime.memory import Layout, Memory, state_memory
 from tests.extensions import FAMILY, HEAD, installed, write_toy_head, write_toy_model
 
 OWN = "llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text"

@@ -23,10 +23,10 @@ from polybasic.chain.kernels.cpu.executor import CpuExecutor
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.chain.model.reference import load_reference_model
-from polybasic.deploy.bench.chain_systems import weight_type
 from polybasic.deploy.bench.peers import systems
-from polybasic.deploy.load import load_chain
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.bench.systems.chain_systems import weight_type
+from polybasic.deploy.runtime.load import load_chain
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from tests.chain.native_models import CPU
 from tests.checkpoints import write_family
 from tests.conftest import write_intermediate

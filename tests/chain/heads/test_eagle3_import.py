@@ -19,7 +19,7 @@ from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.heads.importing import import_head, required_weights
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from tests.chain.heads.test_importing import (
     EAGLE_CONFIG,
     HEAD_DIM,

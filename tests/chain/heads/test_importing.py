@@ -22,7 +22,7 @@ from polybasic.chain.heads.importing import import_head
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.deploy import load_chain
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from tests.checkpoints import CONTEXT_TOKENS, VOCAB_SIZE, write_family
 from tests.conftest import package_around
 

@@ -19,9 +19,9 @@ from polybasic.chain.formats.plan import Tree
 from polybasic.chain.heads.importing import import_head
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.medusa import load_medusa
-from polybasic.deploy.drafters.head import EagleDrafter
-from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.runtime.drafters.head import EagleDrafter
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.verifier import Verifier
 from polybasic.recipes.estimates.sizes import has_weights
 from tests.conftest import HIDDEN_SIZE as H
 from tests.conftest import VOCAB_SIZE as V

@@ -15,7 +15,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import Rows, consecutive_rows, split_rows, tree_rows
 from polybasic.chain.kernels.torch.backends import DeviceBackend
 from polybasic.chain.kernels.torch.rows import DeviceRows
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from tests.chain.native_models import CONFIG, cache_of, decoder, head_of, threads
 
 PARENTS = [-1, 0, 0, 1, 2, 2, 5]

@@ -19,7 +19,7 @@ from polybasic.chain.kernels.torch.rows import (
     device_tree_rows,
 )
 from polybasic.chain.model.loading import load_decoder
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from tests.checkpoints import VOCAB_SIZE
 
 CPU = torch.device("cpu")

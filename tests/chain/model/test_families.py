@@ -24,9 +24,9 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import inverse_frequency
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.stored import StoredTensors
-from polybasic.deploy.drafters.model import ModelDrafter
-from polybasic.deploy.rounds.cache import KeyValueCache
-from polybasic.deploy.rounds.verifier import Verifier
+from polybasic.deploy.runtime.drafters.model import ModelDrafter
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.verifier import Verifier
 from tests.chain.family_cases import CASES, WINDOW, Folders, write_4bit
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, write_family
 

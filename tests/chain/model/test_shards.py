@@ -17,7 +17,7 @@ from polybasic.chain.formats.shard import Shard, check_divisible
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
 from polybasic.chain.model.loading import load_decoder
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from tests.checkpoints import VOCAB_SIZE, write_family
 from tests.conftest import write_intermediate, write_target
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from polybasic.deploy.bench import fastest_loop
-from polybasic.deploy.bench.fastest_loop import (
+from polybasic.deploy.bench.systems import fastest_loop
+from polybasic.deploy.bench.systems.fastest_loop import (
     LoopChoice,
     Way,
     candidate_attentions,
@@ -15,7 +15,7 @@ from polybasic.deploy.bench.fastest_loop import (
     fastest_way,
     set_attention,
 )
-from polybasic.deploy.bench.system import TimedAnswer
+from polybasic.deploy.bench.systems.system import TimedAnswer
 
 HALF, FULL = Way(torch.bfloat16, "sdpa"), Way(torch.float32, "sdpa")
 HALF_EAGER, FULL_EAGER = Way(torch.bfloat16, "eager"), Way(torch.float32, "eager")

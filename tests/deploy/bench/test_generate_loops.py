@@ -9,10 +9,10 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
 from polybasic.deploy import load_chain
-from polybasic.deploy.bench.compiled_loop import CompiledLoop
-from polybasic.deploy.bench.generate_loops import GenerateLoop, load_for_generate
-from polybasic.deploy.bench.system import TimedAnswer
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.bench.systems.compiled_loop import CompiledLoop
+from polybasic.deploy.bench.systems.generate_loops import GenerateLoop, load_for_generate
+from polybasic.deploy.bench.systems.system import TimedAnswer
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 from tests.conftest import write_target
 from tests.deploy.noisy_chain import write_noisy_copy
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from polybasic.deploy.bench.journal import Journal, Taken
-from polybasic.deploy.bench.system import TimedAnswer
-from polybasic.deploy.request import Statistics
-from polybasic.deploy.rounds.stages import Proposals
+from polybasic.deploy.bench.systems.system import TimedAnswer
+from polybasic.deploy.runtime.request import Statistics
+from polybasic.deploy.runtime.rounds.stages import Proposals
 
 IDENTITY = {"chain": "a", "prompts": [1, 2]}
 OWN = TimedAnswer(

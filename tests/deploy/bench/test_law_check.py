@@ -10,8 +10,8 @@ import torch
 
 from polybasic.chain.formats.plan import Plan, Rule
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.bench.law import NUM_CELLS, check_law, law_of, places, warped_rows
-from polybasic.deploy.rounds.sampling import RandomSampler, Sampling
+from polybasic.deploy.bench.exactness.law import NUM_CELLS, check_law, law_of, places, warped_rows
+from polybasic.deploy.runtime.rounds.sampling import RandomSampler, Sampling
 from tests.deploy.noisy_chain import TREE, answer, three, write_noisy_chain
 
 SIGNIFICANCE = 1e-4

@@ -18,8 +18,8 @@ from polybasic.deploy.bench.members import draft_vocabularies
 from polybasic.deploy.bench.report.chain_rows import draft_vocabulary_table
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.bench.schema import read_report
-from polybasic.deploy.drafters.head import EagleDrafter
-from polybasic.deploy.settings import BenchSettings
+from polybasic.deploy.planner.settings import BenchSettings
+from polybasic.deploy.runtime.drafters.head import EagleDrafter
 from tests.head_kinds import trim, write_eagle3
 
 DRAFTED = torch.arange(0, 64, 4)

@@ -23,7 +23,7 @@ from polybasic.deploy.bench.peers.workers import llama_library
 from polybasic.deploy.bench.peers.workers.lines import PeerQuestion
 from polybasic.deploy.bench.peers.workers.llama_engine import Llama, PromptLookup
 from polybasic.deploy.bench.peers.workers.llama_library import ContextParams, LlamaError
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 PYTHON, STOP = Path(sys.executable), 63
 HELLO = """

@@ -13,15 +13,15 @@ from polybasic.chain.formats.decoder_config import LayerKind
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span
-from polybasic.deploy.bench.exactness import Comparer, gap_at_divergence
-from polybasic.deploy.bench.rereading import (
+from polybasic.deploy.bench.exactness.outputs import Comparer, gap_at_divergence
+from polybasic.deploy.bench.exactness.rereading import (
     ONE_ROW,
     ReadPattern,
     answer_logits,
     perturbed_logits,
     read_patterns_of,
 )
-from polybasic.deploy.bench.rounding import (
+from polybasic.deploy.bench.exactness.rounding import (
     MAX_SOUND_RATIO,
     NUM_ANSWERS,
     NUM_POSITIONS,
@@ -30,10 +30,15 @@ from polybasic.deploy.bench.rounding import (
     Rounding,
     measure_rounding,
 )
-from polybasic.deploy.rounds.noise import Noise
-from polybasic.deploy.rounds.sampling import CoupledSampler, GreedySampler, Prefixes, Sampling
-from polybasic.deploy.rounds.verifier import Verifier
-from polybasic.deploy.rounds.warping import process_logits
+from polybasic.deploy.runtime.rounds.noise import Noise
+from polybasic.deploy.runtime.rounds.sampling import (
+    CoupledSampler,
+    GreedySampler,
+    Prefixes,
+    Sampling,
+)
+from polybasic.deploy.runtime.rounds.verifier import Verifier
+from polybasic.deploy.runtime.rounds.warping import process_logits
 from tests.chain.native_models import CPU, cache_of, decoder, eager
 from tests.deploy.changed_kernels import kernels_that, rounds_otherwise
 

@@ -13,15 +13,16 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest, write_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain
-from polybasic.deploy.bench import running, summary, transformers_systems
-from polybasic.deploy.bench.chain_systems import ChainSystem
-from polybasic.deploy.bench.exactness import gap_at_divergence
-from polybasic.deploy.bench.rereading import ONE_ROW, ReadPattern, answer_logits
+from polybasic.deploy.bench import running, summary
+from polybasic.deploy.bench.exactness.outputs import gap_at_divergence
+from polybasic.deploy.bench.exactness.rereading import ONE_ROW, ReadPattern, answer_logits
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.bench.schema import Report, read_report
-from polybasic.deploy.bench.system import TimedAnswer
-from polybasic.deploy.rounds.sampling import GreedySampler, Sampling
-from polybasic.deploy.settings import BenchSettings
+from polybasic.deploy.bench.systems import transformers_systems
+from polybasic.deploy.bench.systems.chain_systems import ChainSystem
+from polybasic.deploy.bench.systems.system import TimedAnswer
+from polybasic.deploy.planner.settings import BenchSettings
+from polybasic.deploy.runtime.rounds.sampling import GreedySampler, Sampling
 from tests.conftest import ChainParts
 
 NOTEBOOK = Path(__file__).parents[3] / "docs" / "research.ipynb"

@@ -10,13 +10,14 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import load_chain
-from polybasic.deploy.bench import running, summary, systems
-from polybasic.deploy.bench.chain_systems import all_systems, chain_system, usual_systems
+from polybasic.deploy.bench import running, summary
 from polybasic.deploy.bench.peers.systems import PeerSystems
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.bench.schema import read_report
-from polybasic.deploy.bench.system import System, TimedAnswer
-from polybasic.deploy.settings import USUAL_SYSTEMS, BenchSettings
+from polybasic.deploy.bench.systems import catalogue
+from polybasic.deploy.bench.systems.chain_systems import all_systems, chain_system, usual_systems
+from polybasic.deploy.bench.systems.system import System, TimedAnswer
+from polybasic.deploy.planner.settings import USUAL_SYSTEMS, BenchSettings
 
 
 class Scripted(System):
@@ -51,7 +52,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     def peers(names: list[str], *others: Any) -> Iterator[PeerSystems]:
         yield PeerSystems([peer], ["another mode does not run: it is not there."])
 
-    monkeypatch.setattr(systems, "peer_systems", peers)
+    monkeypatch.setattr(catalogue, "peer_systems", peers)
     return peer
 
 

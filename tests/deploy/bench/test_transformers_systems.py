@@ -9,10 +9,10 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.bench.compiled_loop import CompiledLoop
-from polybasic.deploy.bench.generate_loops import GenerateLoop
-from polybasic.deploy.bench.transformers_systems import transformers_systems
-from polybasic.deploy.rounds.sampling import Sampling
+from polybasic.deploy.bench.systems.compiled_loop import CompiledLoop
+from polybasic.deploy.bench.systems.generate_loops import GenerateLoop
+from polybasic.deploy.bench.systems.transformers_systems import transformers_systems
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 from tests.deploy.noisy_chain import write_noisy_chain
 
 ALL = ("hf_generate", "hf_static", "hf_prompt_lookup", "hf_assisted")

@@ -3,13 +3,13 @@
 import numpy as np
 
 from polybasic.chain.kernels.drafts import ABSENT
-from polybasic.deploy.planner.measurements import (
+from polybasic.deploy.planner.measuring.measurements import (
     AcceptanceTrace,
     DraftCosts,
     Measurements,
     PassCosts,
 )
-from polybasic.deploy.settings import PlanGrid
+from polybasic.deploy.planner.settings import PlanGrid
 
 GRID = PlanGrid(
     depths=(1, 2, 3, 4, 5, 6),

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from polybasic.chain.kernels.drafts import ABSENT
-from polybasic.deploy.planner.agreement import (
+from polybasic.deploy.planner.measuring.agreement import (
     acceptance_between,
     acceptance_by_bin,
     candidates_by_depth,
 )
-from polybasic.deploy.planner.measurements import AcceptanceTrace
+from polybasic.deploy.planner.measuring.measurements import AcceptanceTrace
 from tests.deploy.planner.machines import make_measurements
 
 

@@ -16,16 +16,16 @@ from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import load_chain
 from polybasic.deploy.planner import finalists
-from polybasic.deploy.planner.budget import Budget
-from polybasic.deploy.planner.costs import RoundCosts, _plans_to_time
 from polybasic.deploy.planner.explanation import decide, explain
 from polybasic.deploy.planner.finalists import CLOSE, time_finalists
+from polybasic.deploy.planner.measuring.budget import Budget
+from polybasic.deploy.planner.measuring.costs import RoundCosts, _plans_to_time
+from polybasic.deploy.planner.measuring.traces import Calibration, CalibrationPrompt, Measured
 from polybasic.deploy.planner.run import plan_loaded
 from polybasic.deploy.planner.search import choose_plan
+from polybasic.deploy.planner.settings import PlanGrid, PlanSettings
 from polybasic.deploy.planner.tables import print_explanation
-from polybasic.deploy.planner.traces import Calibration, CalibrationPrompt, Measured
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.settings import PlanGrid, PlanSettings
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 from tests.deploy.traces import chain_ranks, make_measurements, make_trace
 
 

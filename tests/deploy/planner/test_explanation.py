@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from polybasic.deploy.planner.explanation import explain
-from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.planner.search import choose_plan
 from polybasic.deploy.planner.tables import print_explanation, tables_of
 from tests.deploy.planner.machines import SMALL_GRID, make_measurements, random_measurements

@@ -14,12 +14,12 @@ from polybasic.chain.formats.plan import Flush, MeasuredPlan, Plan
 from polybasic.deploy.planner import ahead
 from polybasic.deploy.planner.ahead import PlayedBlock, seconds_ahead
 from polybasic.deploy.planner.explanation import explain
-from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import Candidate, choose_plan, member_sets
+from polybasic.deploy.planner.settings import PlanGrid, PlanSettings
 from polybasic.deploy.planner.simulation import simulate
-from polybasic.deploy.remote.link import Link, answer_bytes, verify_bytes
-from polybasic.deploy.settings import PlanGrid, PlanSettings
+from polybasic.deploy.runtime.remote.link import Link, answer_bytes, verify_bytes
 from tests.deploy.planner import machines
 from tests.deploy.traces import LEAST, after_first, make_measurements, make_trace
 from tests.recipes.command_line import refusal

@@ -15,18 +15,18 @@ from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import load_chain
-from polybasic.deploy.planner.budget import Budget
-from polybasic.deploy.planner.costs import MIN_SAMPLES, RoundCosts
 from polybasic.deploy.planner.explanation import explain
-from polybasic.deploy.planner.load_costs import NUM_BLOCKS, NUM_ROUNDS, LoadTimer, _usual
 from polybasic.deploy.planner.loads import LoadChoice, choose_by_load, loads_compared
-from polybasic.deploy.planner.measurements import DraftCosts, PassCosts, num_candidates
+from polybasic.deploy.planner.measuring.budget import Budget
+from polybasic.deploy.planner.measuring.costs import MIN_SAMPLES, RoundCosts
+from polybasic.deploy.planner.measuring.load_costs import NUM_BLOCKS, NUM_ROUNDS, LoadTimer, _usual
+from polybasic.deploy.planner.measuring.measurements import DraftCosts, PassCosts, num_candidates
+from polybasic.deploy.planner.measuring.traces import Calibration, CalibrationPrompt, Measured
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.search import choose_plan
+from polybasic.deploy.planner.settings import PlanGrid, PlanSettings
 from polybasic.deploy.planner.tables import print_explanation
-from polybasic.deploy.planner.traces import Calibration, CalibrationPrompt, Measured
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.settings import PlanGrid, PlanSettings
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 from tests.deploy.traces import make_measurements, make_trace
 
 GRID = PlanGrid(depths=(2,), top_ks=(4,), rows=(4, 8, 16), ngram_matches=(), windows=())

@@ -7,11 +7,11 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from polybasic.deploy.planner.explanation import decide, explain
-from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import choose_plan
+from polybasic.deploy.planner.settings import PlanGrid, PlanSettings
 from polybasic.deploy.planner.tables import print_explanation
-from polybasic.deploy.settings import PlanGrid, PlanSettings
 from tests.deploy.planner.machines import SMALL_GRID, make_measurements
 
 

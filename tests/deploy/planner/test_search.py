@@ -13,7 +13,7 @@ from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.deploy.planner import search as planner
 from polybasic.deploy.planner.explanation import decide, explain
 from polybasic.deploy.planner.lattice import MemberSet
-from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.planner.search import (
     Candidate,
     PlanChoice,
@@ -21,8 +21,8 @@ from polybasic.deploy.planner.search import (
     choose_plan,
     member_sets,
 )
+from polybasic.deploy.planner.settings import PlanGrid
 from polybasic.deploy.planner.simulation import Simulator, simulate
-from polybasic.deploy.settings import PlanGrid
 from tests.deploy import traces as small
 from tests.deploy.planner.machines import GRID, SMALL_GRID, make_measurements, random_measurements
 

@@ -15,18 +15,18 @@ from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 from polybasic.deploy.planner import simulation
-from polybasic.deploy.planner.measurements import AcceptanceTrace, Measurements
+from polybasic.deploy.planner.measuring.measurements import AcceptanceTrace, Measurements
 from polybasic.deploy.planner.simulation import Simulator, simulate
-from polybasic.deploy.rounds.pace import PromptPace
-from polybasic.deploy.rounds.passes import alone
-from polybasic.deploy.rounds.sampling import (
+from polybasic.deploy.runtime.rounds.pace import PromptPace
+from polybasic.deploy.runtime.rounds.passes import alone
+from polybasic.deploy.runtime.rounds.sampling import (
     CoupledSampler,
     GreedySampler,
     Prefixes,
     RandomSampler,
     Sampling,
 )
-from polybasic.deploy.rounds.stages import BlockStage, Stage, TreeStage
+from polybasic.deploy.runtime.rounds.stages import BlockStage, Stage, TreeStage
 from tests.deploy.traces import chain_ranks, make_measurements
 
 VOCAB_SIZE = 8

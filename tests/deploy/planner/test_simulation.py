@@ -10,7 +10,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy.planner import simulation
-from polybasic.deploy.planner.measurements import (
+from polybasic.deploy.planner.measuring.measurements import (
     AcceptanceTrace,
     DraftCosts,
     Measurements,
@@ -18,7 +18,7 @@ from polybasic.deploy.planner.measurements import (
 )
 from polybasic.deploy.planner.prediction import Predicted
 from polybasic.deploy.planner.simulation import Simulator
-from polybasic.deploy.theory import kept_probabilities
+from polybasic.deploy.planner.theory import kept_probabilities
 from tests.deploy.traces import LEAST, after_first, make_measurements, make_trace
 
 

@@ -18,20 +18,20 @@ from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy import load as loading
 from polybasic.deploy.bench.running import bench_chain
-from polybasic.deploy.hardware import hardware_name
-from polybasic.deploy.planner import costs, traces
-from polybasic.deploy.planner.budget import Budget
-from polybasic.deploy.planner.costs import _line, _mean, measure_costs
-from polybasic.deploy.planner.measurements import Measurements
+from polybasic.deploy.planner.measuring import costs, traces
+from polybasic.deploy.planner.measuring.budget import Budget
+from polybasic.deploy.planner.measuring.costs import _line, _mean, measure_costs
+from polybasic.deploy.planner.measuring.measurements import Measurements
+from polybasic.deploy.planner.measuring.traces import answer_prompts
 from polybasic.deploy.planner.run import plan_chain
+from polybasic.deploy.planner.settings import BenchSettings, PlanGrid, PlanSettings
 from polybasic.deploy.planner.simulation import simulate
 from polybasic.deploy.planner.tables import print_explanation
-from polybasic.deploy.planner.traces import answer_prompts
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.rounds.stages import HostStage, Stage
-from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
+from polybasic.deploy.runtime import load as loading
+from polybasic.deploy.runtime.hardware import hardware_name
+from polybasic.deploy.runtime.rounds.sampling import Sampling
+from polybasic.deploy.runtime.rounds.stages import HostStage, Stage
 from tests.deploy.traces import after_first, count_passes, num_later, random_prompts
 
 NUM_TOKENS = 24
@@ -222,8 +222,8 @@ def test_rounds_of_graphs_are_timed_and_captures_are_not(
     chain_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POLYBASIC_KERNELS", "device")
-    monkeypatch.setattr("polybasic.deploy.engine.Graphs", SlowCaptures)
-    monkeypatch.setattr("polybasic.deploy.planner.costs.COST_TOKENS", 8)
+    monkeypatch.setattr("polybasic.deploy.runtime.engine.Graphs", SlowCaptures)
+    monkeypatch.setattr("polybasic.deploy.planner.measuring.costs.COST_TOKENS", 8)
     engine = load_chain(chain_folder, dtype="float32").engine
     graphs = engine.graphs
     assert isinstance(graphs, SlowCaptures)

@@ -17,27 +17,27 @@ from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Flush, Plan, Rule, Tree, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.running import bench_chain
-from polybasic.deploy.planner import costs as round_costs
 from polybasic.deploy.planner import windows as windowing
-from polybasic.deploy.planner.budget import Budget
-from polybasic.deploy.planner.costs import MIN_SAMPLES, RoundCosts, compare_costs
 from polybasic.deploy.planner.explanation import decide, explain
-from polybasic.deploy.planner.measurements import DraftCosts, Measurements, PassCosts
-from polybasic.deploy.planner.run import plan_chain
-from polybasic.deploy.planner.search import choose_plan, choose_windows
-from polybasic.deploy.planner.simulation import simulate
-from polybasic.deploy.planner.tables import print_explanation
-from polybasic.deploy.planner.traces import (
+from polybasic.deploy.planner.measuring import costs as round_costs
+from polybasic.deploy.planner.measuring.budget import Budget
+from polybasic.deploy.planner.measuring.costs import MIN_SAMPLES, RoundCosts, compare_costs
+from polybasic.deploy.planner.measuring.measurements import DraftCosts, Measurements, PassCosts
+from polybasic.deploy.planner.measuring.traces import (
     Calibration,
     Measured,
     answer_prompts,
     measure,
     trace_answer,
 )
+from polybasic.deploy.planner.run import plan_chain
+from polybasic.deploy.planner.search import choose_plan, choose_windows
+from polybasic.deploy.planner.settings import BenchSettings, PlanGrid, PlanSettings
+from polybasic.deploy.planner.simulation import simulate
+from polybasic.deploy.planner.tables import print_explanation
 from polybasic.deploy.planner.windows import try_windows
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.rounds.stages import HostStage, Stage
-from polybasic.deploy.settings import BenchSettings, PlanGrid, PlanSettings
+from polybasic.deploy.runtime.rounds.sampling import Sampling
+from polybasic.deploy.runtime.rounds.stages import HostStage, Stage
 from tests.deploy.traces import (
     after_first,
     count_passes,

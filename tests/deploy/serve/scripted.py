@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy.request import Piece, Statistics
+from polybasic.deploy.runtime.request import Piece, Statistics
 from polybasic.deploy.serve.metrics import Metrics
 from polybasic.deploy.serve.scheduler import Limits, Scheduler
 from polybasic.deploy.serve.tickets import News, RequestHandle

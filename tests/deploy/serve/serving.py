@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from polybasic.deploy import load_chain
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.listening import bound
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.listening import bound
 from polybasic.deploy.serve.app import create_app
 from polybasic.deploy.serve.server import Server
 from polybasic.deploy.serve.service import Service

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from polybasic.deploy import Chain
+from polybasic.deploy.serve.api.errors import ApiError
+from polybasic.deploy.serve.api.protocol import ChatRequest
+from polybasic.deploy.serve.api.streams import EventStream
 from polybasic.deploy.serve.buffers import SMALL_BYTES, Buffers
-from polybasic.deploy.serve.errors import ApiError
 from polybasic.deploy.serve.guard import ClientGone
-from polybasic.deploy.serve.protocol import ChatRequest
 from polybasic.deploy.serve.service import Service
 from polybasic.deploy.serve.settings import ServeSettings
-from polybasic.deploy.serve.streams import EventStream
 from tests.deploy.serve.serving import QUESTION, Served, serving
 
 CHAT = "/v1/chat/completions"

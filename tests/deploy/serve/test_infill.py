@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polybasic.deploy import load_chain
-from polybasic.deploy.serve.infill import Infilling
+from polybasic.deploy.serve.api.infill import Infilling
 from tests.deploy.byte_target import write_byte_target
 from tests.deploy.serve.serving import Served, serving
 from tests.deploy.serve.test_refusals import COMPLETIONS, refusal

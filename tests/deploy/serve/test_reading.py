@@ -11,7 +11,7 @@ import pytest
 
 from polybasic.deploy import Chain
 from polybasic.deploy.serve import reading as module
-from polybasic.deploy.serve.errors import ApiError
+from polybasic.deploy.serve.api.errors import ApiError
 from polybasic.deploy.serve.reading import Reading
 from polybasic.deploy.serve.service import Service
 from tests.deploy.serve.serving import QUESTION, Served, serving

@@ -8,8 +8,9 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import Chain
-from polybasic.deploy.serve import reasoning, service
-from polybasic.deploy.serve.reasoning import Reasoning
+from polybasic.deploy.serve import service
+from polybasic.deploy.serve.api import reasoning
+from polybasic.deploy.serve.api.reasoning import Reasoning
 from tests.deploy.serve.serving import QUESTION, Served
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import Chain
-from polybasic.deploy.serve.protocol import (
+from polybasic.deploy.serve.api.protocol import (
     MAX_MESSAGES,
     MAX_PROMPTS,
     ChatRequest,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.deploy.serve.errors import ApiError
+from polybasic.deploy.serve.api.errors import ApiError
 from polybasic.deploy.serve.scheduler import Scheduler
 from tests.deploy.serve.scripted import ScriptedChain, scheduling, ticket, until, whole
 

@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from polybasic.deploy.rounds.stopping import AnswerText
+from polybasic.deploy.runtime.rounds.stopping import AnswerText
 from polybasic.deploy.serve.texts import SharedText, TokenTexts
 
 TEXT = "Größe: 5 € 😀, \tja"

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from polybasic.deploy import load_chain
-from polybasic.deploy.serve.tools import Call, CallReader, MarkedCalls, style_of
+from polybasic.deploy.serve.api.tools import Call, CallReader, MarkedCalls, style_of
 from tests.deploy.serve.serving import TEMPLATE, Served, serving, serving_tools
 from tests.deploy.serve.test_refusals import CHAT, refusal
 

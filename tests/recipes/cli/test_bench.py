@@ -11,8 +11,8 @@ import pytest
 from polybasic.chain.formats.manifest import Manifest, read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan
 from polybasic.chain.processes.interruption import Interrupted
-from polybasic.deploy.bench.chain_systems import ChainSystem
 from polybasic.deploy.bench.schema import read_report
+from polybasic.deploy.bench.systems.chain_systems import ChainSystem
 from polybasic.deploy.planner import run
 from polybasic.deploy.planner.run import Planning
 from polybasic.recipes.cli import measure

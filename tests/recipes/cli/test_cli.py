@@ -16,7 +16,7 @@ from polybasic.chain.kernels.product_times import multiplies_fast
 from polybasic.chain.processes.interruption import Interrupted
 from polybasic.chain.processes.place import Place
 from polybasic.deploy import load_chain
-from polybasic.deploy.settings import BenchSettings, PlanSettings
+from polybasic.deploy.planner.settings import BenchSettings, PlanSettings
 from polybasic.recipes.cli import main as cli
 from polybasic.recipes.cli.measure import _settings
 from polybasic.recipes.cli.run import _num_processes
@@ -476,7 +476,7 @@ def test_plan_measures_writes_and_explains(chain: Path, tmp_path: Path) -> None:
 def test_bench_plans_first_on_another_machine_and_takes_its_own_settings(
     chain: Path, micro_run: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("polybasic.deploy.load.hardware_name", lambda *_: "another machine")
+    monkeypatch.setattr("polybasic.deploy.runtime.load.hardware_name", lambda *_: "another machine")
     options = ["--max-new-tokens", "4", "--repeats", "1", "--num-prompts-per-task", "1"]
     systems = ["--systems", "target,polybasic", "--dtype", "float32"]
     code, out, err = call("bench", chain, *options, *systems, "--json")

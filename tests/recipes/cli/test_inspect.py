@@ -10,7 +10,7 @@ import typer
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
 from polybasic.deploy import load_chain
-from polybasic.deploy.settings import BenchSettings
+from polybasic.deploy.planner.settings import BenchSettings
 from polybasic.recipes.cli import main
 from polybasic.recipes.cli.chain import inspect, verify
 from polybasic.recipes.cli.measure import _written

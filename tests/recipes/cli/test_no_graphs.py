@@ -7,9 +7,9 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.cuda.graphs import Graphs
-from polybasic.deploy import engine
 from polybasic.deploy.bench import running as benchmark
 from polybasic.deploy.planner import run as planning
+from polybasic.deploy.runtime import engine
 from polybasic.recipes.cli import main as cli
 from tests.recipes.command_line import call, refusal, with_plan
 

@@ -17,8 +17,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from polybasic.deploy import load
-from polybasic.deploy.chain import Chain
+from polybasic.deploy.runtime import load
+from polybasic.deploy.runtime.chain import Chain
 from polybasic.recipes.cli import main as cli
 from tests import forked
 from tests.conftest import ChainParts

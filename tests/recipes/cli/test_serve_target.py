@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.deploy.load import load_target
-from polybasic.deploy.remote.keys import read_key
-from polybasic.deploy.remote.server import TargetServer
+from polybasic.deploy.runtime.load import load_target
+from polybasic.deploy.runtime.remote.keys import read_key
+from polybasic.deploy.runtime.remote.server import TargetServer
 from tests.recipes.command_line import call, refusal
 
 

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polybasic.chain.errors import UserError
-from polybasic.deploy import slots
-from polybasic.deploy.answering import LoneTarget
-from polybasic.deploy.batching import ActiveSequence
-from polybasic.deploy.rounds.warping import Sampling
+from polybasic.deploy.runtime import slots
+from polybasic.deploy.runtime.answering import LoneTarget
+from polybasic.deploy.runtime.batching import ActiveSequence
+from polybasic.deploy.runtime.rounds.warping import Sampling
 from polybasic.recipes.pipeline.conversation_rows import encoded_rows
 from polybasic.recipes.pipeline.regenerated_stage import (
     ANSWERS_NAME,

@@ -11,8 +11,8 @@ import pytest
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import Provenance
 from polybasic.chain.formats.places import without_places
-from polybasic.deploy.prompts import read_questions
-from polybasic.deploy.settings import BenchSettings, PlanSettings
+from polybasic.deploy.planner.prompts import read_questions
+from polybasic.deploy.planner.settings import BenchSettings, PlanSettings
 from polybasic.recipes.pipeline.downloads import fetch, is_url
 from polybasic.recipes.pipeline.prompts import (
     PLAN_PROMPTS_NAME,

@@ -13,8 +13,8 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.deploy import load_chain
-from polybasic.deploy.rounds.sampling import Sampling
-from polybasic.deploy.rounds.stages import HostStage, Stage
+from polybasic.deploy.runtime.rounds.sampling import Sampling
+from polybasic.deploy.runtime.rounds.stages import HostStage, Stage
 from polybasic.train.data.chat import encode_prompt
 from polybasic.train.features.states import Features
 from polybasic.train.features.target import load_target

@@ -1,5 +1,5 @@
 // Drafts of one or more sequences: EAGLE-2's dynamic trees of candidates, level by level
-// (polybasic.deploy.drafters.expansion). A level is one pass over the rows of all sequences that have it,
+// (polybasic.deploy.runtime.drafters.expansion). A level is one pass over the rows of all sequences that have it,
 // and gives each of them the bits that it gets alone, with any number of threads.
 //
 //   K = children of each row, and rows of a beam; L = levels; V = tokens that can be drafted

@@ -1,4 +1,4 @@
-// Tokens drawn from rows of logits: temperature, top-k, top-p and min-p as polybasic.deploy.rounds.warping
+// Tokens drawn from rows of logits: temperature, top-k, top-p and min-p as polybasic.deploy.runtime.rounds.warping
 // defines them, then the largest logit with noise added. A thread takes whole rows.
 #pragma once
 

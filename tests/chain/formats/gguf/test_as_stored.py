@@ -35,12 +35,12 @@ from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.kernels.torch.operations import JoinedLinear
 from polybasic.chain.model.loading import load_decoder, serving_dtype
 from polybasic.chain.model.reference import load_reference_model
-from polybasic.deploy.bench.chain_systems import weight_type
 from polybasic.deploy.bench.peers import systems
-from polybasic.deploy.chain import Chain
-from polybasic.deploy.load import layout_of, load_chain
-from polybasic.deploy.memory import state_memory
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.bench.systems.chain_systems import weight_type
+from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.load import layout_of, load_chain
+from polybasic.deploy.runtime.memory import state_memory
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from polybasic.recipes.pipeline import model_stages
 from polybasic.recipes.pipeline.beside import chain_beside
 from polybasic.recipes.pipeline.running import Workspace

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polybasic.chain.kernels import noise
 from polybasic.chain.kernels.cpu.library import Kernels
-from polybasic.deploy.rounds.warping import Sampling, Warping
+from polybasic.deploy.runtime.rounds.warping import Sampling, Warping
 from tests.chain.kernels.cpu.test_noise import kernels
 from tests.chain.native_models import threads
 

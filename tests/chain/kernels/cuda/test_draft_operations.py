@@ -15,8 +15,8 @@ from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.operations import Operations
 from polybasic.chain.kernels.torch.rows import DeviceRows
 from tests.chain.kernels.cuda.compiling import CAPABILITIES, Request, compiled
-from tests.deploy.drafters.expanding import expanded
 from tests.deploy.recorded_graphs import RecordedGraphs
+from tests.deploy.runtime.drafters.expanding import expanded
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

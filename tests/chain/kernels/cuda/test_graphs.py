@@ -13,8 +13,8 @@ import torch
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.cuda.graphs import Graphs, Step
-from tests.deploy.graphs.test_recorded_graphs import Attention, assert_same
 from tests.deploy.recorded_graphs import RecordedGraphs
+from tests.deploy.runtime.graphs.test_recorded_graphs import Attention, assert_same
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.gpu(needed=True)

@@ -24,7 +24,7 @@ from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import DeviceLinear
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 from polybasic.chain.kernels.weights import LayerWeights, ModelWeights
-from polybasic.deploy.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from tests.deploy.recorded_graphs import RecordedGraphs
 
 pytestmark = pytest.mark.gpu

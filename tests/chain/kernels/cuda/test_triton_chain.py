@@ -14,17 +14,24 @@ pytest.importorskip("datasets")  # which a machine with a GPU may lack
 
 from polybasic.chain.kernels import selection
 from polybasic.chain.kernels.torch.backends import DeviceBackend
-from polybasic.deploy import engine as engines
 from polybasic.deploy import load_chain
-from polybasic.deploy.request import Request
+from polybasic.deploy.runtime import engine as engines
+from polybasic.deploy.runtime.request import Request
 from polybasic.train.features.target import load_target
 from polybasic.train.head import acceptance
 from polybasic.train.head.acceptance import HeldoutBatch, TreeShape, simulate
 from polybasic.train.head.start import new_head
 from polybasic.train.settings import HeadSettings
 from tests.conftest import ChainParts
-from tests.deploy.graphs.test_device_stages import GREEDY, PLANS, PROMPT, RANDOM, answer, engine
 from tests.deploy.recorded_graphs import RecordedGraphs
+from tests.deploy.runtime.graphs.test_device_stages import (
+    GREEDY,
+    PLANS,
+    PROMPT,
+    RANDOM,
+    answer,
+    engine,
+)
 
 pytest.importorskip("triton")
 NUM_TOKENS = 4

@@ -36,7 +36,7 @@ from polybasic.deploy.bench.report.rows import (
 )
 from polybasic.deploy.bench.report.sections import sections_of
 from polybasic.deploy.bench.schema import Agreement, Lengths, MemberCost, NoiseReport, Ratio
-from polybasic.deploy.settings import BenchSettings
+from polybasic.deploy.planner.settings import BenchSettings
 from tests.deploy.bench.report.example import (
     BASE_RATE,
     REMEDY,

@@ -1,0 +1,1 @@
+"""What plans are chosen from: costs of passes, and how well members agree."""

@@ -1,0 +1,1 @@
+"""A loaded chain at work: engine, rounds, caches, drafters, devices, members elsewhere."""

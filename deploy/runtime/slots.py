@@ -1,0 +1,406 @@
+"""Caches of sequences: what a sequence takes of the memory, and what it leaves to the next one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from polybasic.chain.errors import UserError
+from polybasic.chain.formats.plan import Plan, Tree, Window
+from polybasic.chain.kernels.cuda.graphs import Graphs
+from polybasic.chain.kernels.executor import Executor
+from polybasic.chain.kernels.torch.executor import TorchExecutor
+from polybasic.chain.readable import readable_bytes
+from polybasic.deploy.runtime.drafters.expansion import (
+    ExpandingDrafter,
+    MakeDrafter,
+    MakeSharingDrafter,
+)
+from polybasic.deploy.runtime.drafters.head import EagleDrafter
+from polybasic.deploy.runtime.drafters.history import History
+from polybasic.deploy.runtime.drafters.interface import Drafter, IdleDrafter, NoDrafter
+from polybasic.deploy.runtime.drafters.model import ModelDrafter
+from polybasic.deploy.runtime.drafters.ngram import NgramDrafter
+from polybasic.deploy.runtime.graphs.device_passes import DevicePasses
+from polybasic.deploy.runtime.hardware import available_bytes
+from polybasic.deploy.runtime.parallel.leader import Leader
+from polybasic.deploy.runtime.remote.session import Session
+from polybasic.deploy.runtime.remote.target import RemoteTarget
+from polybasic.deploy.runtime.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.noise import Noise
+from polybasic.deploy.runtime.rounds.pace import PromptPace
+from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS, Verifier
+
+CONTEXT_TOKENS_BY_DEFAULT = 8192
+SEQUENCES_BY_DEFAULT = 16
+"""Most at a time, on a CPU; where rounds are captured on a GPU there is one."""
+MIN_COPIED_TOKENS = 16
+"""Of another sequence's caches; fewer are read again."""
+
+
+@dataclass
+class Models:
+    """The loaded members of a chain.
+
+    Attributes:
+        decoders: verifying members by name, the target first.
+        drafters: heads and independent draft models, by name.
+        drafts_for: by drafter, the verifying members that it can draft for.
+        context_tokens: prompt and answer together.
+        makers: by drafter, what makes it; those that are not named are made for a head of EAGLE's
+            or for an independent model.
+        sharing_makers: likewise of drafters that share the cache of the one model that they draft
+            for.
+        remote: the target where it runs elsewhere; then it is no decoder here.
+        leader: of the processes that the verifying members are divided among; None if they are
+            whole.
+    """
+
+    decoders: dict[str, Executor]
+    drafters: dict[str, Executor] = field(default_factory=dict)
+    drafts_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
+    makers: dict[str, MakeDrafter] = field(default_factory=dict)
+    remote: RemoteTarget | None = None
+    leader: Leader | None = None
+    sharing_makers: dict[str, MakeSharingDrafter] = field(default_factory=dict)
+
+    def cache_of(self, decoder: Executor, capacity: int) -> KeyValueCache:
+        """A new cache of a verifying member."""
+        if self.leader is not None:
+            return self.leader.new_cache(decoder, capacity)
+        return KeyValueCache.of(decoder, capacity)
+
+    @property
+    def num_parts(self) -> int:
+        """Processes that each verifying member is divided among."""
+        return 1 if self.leader is None else self.leader.num_parts
+
+    @property
+    def target(self) -> Executor:
+        """The target's executor.
+
+        Raises:
+            UserError: it runs elsewhere.
+        """
+        if self.remote is not None:
+            raise UserError(
+                "the target runs elsewhere",
+                f"{self.remote.name} at {self.remote.address}",
+                "do this where its weights are",
+            )
+        return next(iter(self.decoders.values()))
+
+    @property
+    def here(self) -> Executor | None:
+        """The largest model that runs here; None if none does."""
+        return next(iter((self.decoders | self.drafters).values()), None)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all models here."""
+        return torch.device("cpu") if self.here is None else self.here.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Of all members."""
+        if self.remote is not None:
+            return self.remote.vocab_size
+        return self.target.config.vocab_size
+
+    @property
+    def run_on_device(self) -> bool:
+        """Whether whole rounds can be captured."""
+        return self.remote is None and all(
+            isinstance(decoder, TorchExecutor) and decoder.runs_on_device
+            for decoder in self.decoders.values()
+        )
+
+    def close(self) -> None:
+        """End what runs elsewhere for this chain; afterwards it answers nothing."""
+        if self.leader is not None:
+            self.leader.close()
+
+    def drafters_of(self, name: str) -> list[str]:
+        """The drafters that can draft for a verifying member."""
+        return [drafter for drafter, names in self.drafts_for.items() if name in names]
+
+
+class Slot:
+    """Caches of one sequence at a time, over a chain's models.
+
+    An intermediate whose layers have the shapes of the model right above it shares that model's.
+
+    Args:
+        share_caches: False gives every verifying member a cache of its own.
+        graphs: passes are captured with these caches; None if the host runs all passes.
+        paces: of prompts, by verifying member, which all slots share.
+
+    Attributes:
+        verifiers: by name, the target first.
+        drafters: over caches that are allocated when they are first used.
+        session: of a target that runs elsewhere; None where it runs here.
+        tokens: of the latest sequence: what the caches hold are rows of its leading tokens.
+        is_free: whether no sequence uses it.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        share_caches: bool,
+        graphs: Graphs | None,
+        paces: Mapping[str, PromptPace],
+    ) -> None:
+        capacity = models.context_tokens + SPARE_ROWS
+        self.caches: dict[str, KeyValueCache] = {}
+        above: Executor | None = None
+        for name, decoder in models.decoders.items():
+            fits = above is not None and above.config.cache_shape == decoder.config.cache_shape
+            self.caches[name] = (
+                next(reversed(self.caches.values()))
+                if share_caches and fits
+                else models.cache_of(decoder, capacity)
+            )
+            above = decoder
+        feature_layers = _feature_layers(models, self.caches)
+        self.verifiers: dict[str, Verifier] = {}
+        for name, decoder in models.decoders.items():
+            passes = None
+            if graphs is not None and isinstance(decoder, TorchExecutor) and decoder.runs_on_device:
+                passes = DevicePasses(name, decoder, self.caches[name], graphs)
+            layers = feature_layers.get(name, ())
+            self.verifiers[name] = Verifier(
+                name, decoder, self.caches[name], passes, None, layers, paces[name]
+            )
+        self.drafters = Drafters(models, capacity, self.caches)
+        self.session = None if models.remote is None else Session(models.remote)
+        self.tokens: list[int] = []
+        self.is_free = True
+
+    def hold(self, tokens: list[int], num_held: int) -> None:
+        """Set the next sequence, whose first `num_held` tokens are those of the latest one."""
+        for cache in self.caches.values():
+            cache.truncate(min(cache.length, num_held))
+        for drafter in self.drafters.made:
+            observed = drafter.num_observed
+            drafter.rewind(num_held if observed is None else min(observed, num_held))
+        self.tokens = tokens
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.hold([], 0)
+        if self.session is not None:
+            self.session.end()
+
+    def num_known(self, tokens: list[int]) -> int:
+        """Leading ones of which the cache of the first model holds rows."""
+        first = next(iter(self.caches.values()), None)
+        return 0 if first is None else min(num_common(self.tokens, tokens), first.length)
+
+    def copy_from(self, other: "Slot", num_tokens: int) -> None:
+        """Take over the rows of another one's first tokens."""
+        self.clear()
+        for name, cache in self.caches.items():
+            if cache.length == 0:
+                cache.copy_from(other.caches[name], num_tokens)
+        self.drafters.copy_from(other.drafters, num_tokens)
+        self.tokens = other.tokens[:num_tokens]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the verifying members' caches."""
+        blocks = {id(cache): cache.block for cache in self.caches.values()}
+        return sum(block.nbytes for block in blocks.values())
+
+
+class Slots:
+    """The slots of an engine, made when they are needed, and which of them a sequence gets.
+
+    Args:
+        most: sequences at a time.
+        reuses: whether leading tokens that were read before are not read again.
+
+    Attributes:
+        paces: of prompts, by verifying member.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        most: int,
+        share_caches: bool = True,
+        graphs: Graphs | None = None,
+        reuses: bool = False,
+    ) -> None:
+        self.models, self.most, self.reuses = models, most, reuses
+        self._share_caches, self._graphs = share_caches, graphs
+        self.paces = {
+            name: PromptPace(decoder.device, decoder.is_batch_invariant)
+            for name, decoder in models.decoders.items()
+        }
+        self.first = Slot(models, share_caches, graphs, self.paces)
+        self.made = [self.first]
+
+    def take(self, tokens: list[int]) -> Slot:
+        """A free slot, that which knows most of the leading tokens.
+
+        Raises:
+            BusyError: all are used.
+            UserError: there is no memory for another one.
+        """
+        free = [slot for slot in self.made if slot.is_free]
+        if not free:
+            if len(self.made) == self.most:
+                raise BusyError(
+                    "too many answers at a time",
+                    f"{self.most} are being generated, for which there are caches",
+                    "finish or close one, or load the chain for more (sequences)",
+                )
+            free = [self.make()]
+        # of equal ones the least recently used, an empty one first
+        chosen = min(free, key=lambda slot: (-slot.num_known(tokens), len(slot.tokens) > 0))
+        chosen.is_free = False
+        self.made.remove(chosen)
+        self.made.append(chosen)
+        return chosen
+
+    def fill(self, slot: Slot, tokens: list[int], may_reuse: bool = True) -> None:
+        """Keep in a slot what is known of the leading tokens, all but the last at most.
+
+        Where another sequence, busy or not, shares a longer beginning, its rows are copied.
+        """
+        num_held = 0
+        if self.reuses and may_reuse:
+            known = tokens[:-1]
+            num_held = slot.num_known(known)
+            nums = [other.num_known(known) for other in self.made]
+            if max(nums) >= num_held + MIN_COPIED_TOKENS:
+                num_held = max(nums)
+                slot.copy_from(self.made[nums.index(num_held)], num_held)
+        slot.hold(list(tokens), num_held)
+
+    @property
+    def num_fitting(self) -> int:
+        """Those made, and as many more as half of the free memory has caches for."""
+        available, size = available_bytes(self.models.device), self.first.num_bytes
+        more = self.most if available is None or not size else available // 2 // size
+        return len(self.made) + more
+
+    def make(self) -> Slot:
+        """Allocate another slot.
+
+        Raises:
+            UserError: there is no memory for it.
+        """
+        device, size = self.models.device, self.made[0].num_bytes
+        available = available_bytes(device)
+        if available is not None and size > available:
+            raise UserError(
+                "not enough memory for another answer",
+                f"{readable_bytes(size)} for its caches, {readable_bytes(available)} available",
+                "finish or close one, or load the chain for fewer tokens (context_tokens)",
+            )
+        slot = Slot(self.models, self._share_caches, self._graphs, self.paces)
+        self.made.append(slot)
+        return slot
+
+
+class BusyError(UserError):
+    """All of an engine's sequences are in use."""
+
+
+class Drafters:
+    """Drafters of one sequence over a chain's draft models, whose caches are allocated once.
+
+    Args:
+        capacity: rows of their caches.
+        caches: of the verifying members by name, which some drafters share.
+    """
+
+    def __init__(self, models: Models, capacity: int, caches: Mapping[str, KeyValueCache]) -> None:
+        self.models, self.capacity, self.caches = models, capacity, caches
+        self._made: dict[str, ExpandingDrafter] = {}
+
+    @property
+    def made(self) -> list[ExpandingDrafter]:
+        """Those whose caches are allocated."""
+        return list(self._made.values())
+
+    def of(
+        self,
+        plan: Plan,
+        noise: Noise | None = None,
+        kept: str | None = None,
+        history: History | None = None,
+    ) -> Drafter:
+        """The drafter of a request that runs by this plan, and draws with this noise.
+
+        Args:
+            kept: a drafter that observes where the plan has none.
+            history: that is copied from, too, where the plan copies.
+        """
+        drafter: Drafter | None = None
+        if plan.members[-1] in self.models.drafters:
+            name = plan.members[-1]
+            drafter = self.named(name, plan.tree, plan.windows.get(name), noise)
+        elif kept is not None:
+            drafter = IdleDrafter(self._make(kept, Tree(depth=1, top_k=1, rows=2)))
+        if plan.ngram is not None:
+            return NgramDrafter(plan.ngram, plan.tree, drafter, history)
+        return drafter or NoDrafter()
+
+    def named(
+        self, name: str, tree: Tree, window: Window | None = None, noise: Noise | None = None
+    ) -> ExpandingDrafter:
+        """A drafter over the draft model of this name, with such trees and such a window."""
+        return self._make(name, tree).drafting(tree, window, noise)
+
+    def copy_from(self, other: "Drafters", num_tokens: int) -> None:
+        """Take over what another sequence's drafters know of its first tokens."""
+        for name, theirs in other._made.items():
+            ours = self._make(name, theirs.tree)
+            ours.copy_from(theirs, num_tokens)
+
+    def _make(self, name: str, tree: Tree) -> ExpandingDrafter:
+        if name not in self._made:
+            model = self.models.drafters[name]
+            make = EagleDrafter if model.weights.is_head else ModelDrafter
+            made: ExpandingDrafter
+            if name in self.models.sharing_makers:
+                (verifying,) = self.models.drafts_for[name]
+                made = self.models.sharing_makers[name](model, tree, self.caches[verifying])
+            else:
+                made = self.models.makers.get(name, make)(model, tree, self.capacity)
+            made.name = name
+            self._made[name] = made
+        return self._made[name]
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return next(place for place in range(most) if one[place] != other[place])
+
+
+def _feature_layers(models: Models, caches: dict[str, KeyValueCache]) -> dict[str, tuple[int, ...]]:
+    """By verifying member: the layers that EAGLE-3 heads read.
+
+    Of members that share a cache, one hands its states to the heads of another.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for drafter, head in models.drafters.items():
+        layers = head.weights.feature_layers
+        verified = [caches[name] for name in models.drafts_for[drafter] if name in caches]
+        for name, cache in caches.items():
+            if not layers or not any(cache is other for other in verified):
+                continue
+            if found.setdefault(name, layers) != layers:
+                raise UserError(
+                    "heads of one model read different layers",
+                    f"{layers} by {drafter}, {found[name]} by another head of {name} or of a "
+                    "model with the same cache",
+                    "package a chain with one of these heads",
+                )
+    return found

@@ -1,0 +1,1 @@
+"""What clients send and are sent: requests, answers, events, errors."""
