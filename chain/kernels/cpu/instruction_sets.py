@@ -65,9 +65,9 @@ INSTRUCTION_SETS = {
         InstructionSet(
             "avx512-amx",
             "x86-64-v4",
-            ("avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"),
+            ("avx512vnni", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8"),
             _WIDE,
-            (*_BF16, "amx_tile", "amx_bf16"),
+            (*_BF16, "amx_tile", "amx_bf16", "amx_int8"),
         ),
     ),
     "aarch64": (

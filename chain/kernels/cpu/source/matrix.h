@@ -34,6 +34,7 @@ enum Format : int32_t {
 };
 
 constexpr int kGroup = 32;      // inputs of a group of kBlocks
+constexpr int kLeastAmxRows = 10;   // from so many on products of codes are faster by AMX
 constexpr int kNested = 256;    // inputs of a block whose scales have two levels
 
 // Weights of a linear, laid out by polybasic.chain.kernels.cpu.matrices. B blocks of 16 outputs, the last
@@ -70,6 +71,14 @@ struct Matrix {
     bool uses_amx() const {
 #if defined(POLYBASIC_AMX)
         return format == kBfloat16 && num_inputs % 32 == 0 && may_use_amx();
+#else
+        return false;
+#endif
+    }
+    // Whether products of codes with so many rows go by AMX; the sums are the same.
+    bool uses_amx_for(int rows) const {
+#if defined(POLYBASIC_AMX)
+        return has_codes() && rows >= kLeastAmxRows && !reads_halves() && may_use_amx();
 #else
         return false;
 #endif
@@ -141,10 +150,12 @@ struct Operand {
     float* floats;      // [I][rows of the chunk]; for bfloat16 weights rounded to bfloat16
     uint32_t* pairs;    // two bfloat16 numbers each: [I / 2][rows]; if the processor multiplies pairs. By AMX
                         // [I / 32][rows][16]
-    uint32_t* quads;    // four signed bytes each: [I / 4][rows]
+    uint32_t* quads;    // four signed bytes each: [I / 4][rows]; if `is_by_row`, for products of codes by AMX,
+                        // [I / group size][rows][group size / 4]
     float* scales;      // [I / group size][rows]
     float* sums;        // the same: sums of the bytes of a group
     float* half_sums;   // [I / 16][rows]: of kBlocks6, those of each half of a group
+    bool is_by_row;     // of a chunk that is multiplied
 };
 
 struct Range {
@@ -191,11 +202,11 @@ inline void place_quads(uint32_t* to, int rows, Ints values) {
 // The nearest integers of values between -2^22 and 2^22: adding 1.5 * 2^23 rounds to one.
 inline Ints nearest(Floats values) { return same_bits<Ints>(values + 12582912.0f) - 0x4b400000; }
 
-// Round a group of inputs of one row to bytes; `read(i)` gives its values i..i + 16. The sums of all bytes
-// and, unless null, of each sixteen.
+// Round a group of inputs of one row to bytes, four of them `stride` words apart; `read(i)` gives its values
+// i..i + 16. The sums of all bytes and, unless null, of each sixteen.
 template <class Read>
-void place_group(uint32_t* to, float* scale, float* sum_of_bytes, float* half_sums, int size, int rows,
-                 Read read) {
+void place_group(uint32_t* to, int stride, float* scale, float* sum_of_bytes, float* half_sums, int size,
+                 int rows, Read read) {
     Floats greatest{};
     for (int i = 0; i < size; i += kLanes) {
         const Floats values = read(i);
@@ -208,7 +219,7 @@ void place_group(uint32_t* to, float* scale, float* sum_of_bytes, float* half_su
         const Ints values = nearest(read(i) * factor);
         total = total + values;
         if (half_sums != nullptr) half_sums[size_t(i / kLanes) * rows] = sum(to_floats(values));
-        place_quads(to + size_t(i / 4) * rows, rows, values);
+        place_quads(to + size_t(i / 4) * stride, stride, values);
     }
     *scale = limit / 127.0f;
     *sum_of_bytes = sum(to_floats(total));
@@ -224,6 +235,7 @@ void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Ra
     for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
         const int first = chunks.first(chunk), rows = chunks.size(chunk);
         const size_t offset = size_t(first) * matrix.num_inputs;
+        const bool is_by_row = matrix.uses_amx_for(rows);
         for (int column = columns.first; column < columns.end; column += step)
             for (int row = 0; row < rows; ++row) {
                 if (matrix.format == kFloat32) {
@@ -242,7 +254,8 @@ void fill_operand(const Matrix& matrix, const Operand& operand, int num_rows, Ra
                                       size_t(column / step) * rows + row;
                     float* half_sums = operand.half_sums + offset / kLanes +
                                        size_t(column / kLanes) * rows + row;
-                    place_group(operand.quads + offset / 4 + size_t(column / 4) * rows + row,
+                    const size_t quad = size_t(column / 4) * rows + size_t(row) * (is_by_row ? step / 4 : 1);
+                    place_group(operand.quads + offset / 4 + quad, is_by_row ? 1 : rows,
                                 operand.scales + at, operand.sums + at,
                                 needs_halves ? half_sums : nullptr, step, rows,
                                 [&](int i) { return read(first + row, column + i); });
@@ -274,18 +287,19 @@ constexpr MultiplyTiles* kMultiply[] = {multiply_float32, multiply_bfloat16, mul
 
 // The product of one chunk of rows with some blocks, bias included: a tile [block][row][16].
 inline void multiply_chunk(const Matrix& matrix, const Operand& operand, const Chunks& chunks, int chunk,
-                           Range blocks, float* tile) {
+                           Range blocks, float* tile, bool is_by_row) {
     const int rows = chunks.size(chunk);
     if (const int own = matrix.own_blocks(); blocks.end > own) {
         const int first = blocks.first > own ? blocks.first - own : 0;
         const size_t before = blocks.first < own ? own - blocks.first : 0;
         multiply_chunk(*matrix.rest, operand, chunks, chunk, {first, blocks.end - own},
-                       tile + before * rows * kLanes);
+                       tile + before * rows * kLanes, is_by_row);
         blocks.end = own;
         if (before == 0) return;
     }
     const size_t offset = size_t(chunks.first(chunk)) * matrix.num_inputs;
     Operand x = operand;
+    x.is_by_row = is_by_row;
     if (matrix.has_codes()) {
         x.quads += offset / 4;
         x.scales += offset / matrix.group_size;
@@ -302,6 +316,11 @@ inline void multiply_chunk(const Matrix& matrix, const Operand& operand, const C
             float* at = tile + ((block - blocks.first) * rows + row) * kLanes;
             store(at, load(at) + load(matrix.bias + block * kLanes));
         }
+}
+
+inline void multiply_chunk(const Matrix& matrix, const Operand& operand, const Chunks& chunks, int chunk,
+                           Range blocks, float* tile) {
+    multiply_chunk(matrix, operand, chunks, chunk, blocks, tile, matrix.uses_amx_for(chunks.size(chunk)));
 }
 
 }  // namespace polybasic

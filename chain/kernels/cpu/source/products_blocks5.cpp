@@ -1,11 +1,12 @@
 // Products with weights in Q5_0, Q5_1 and Q5_K.
 
 #include "blocks.h"
+#include "codes_amx.h"
 
 namespace polybasic {
 
 void multiply_blocks5(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile) {
-    multiply_tiles<MultiplyCodes<FiveBits, ScalesAndOffsets>>(matrix, x, rows, blocks, tile);
+    multiply_codes<FiveBits, ScalesAndOffsets>(matrix, x, rows, blocks, tile);
 }
 
 }  // namespace polybasic

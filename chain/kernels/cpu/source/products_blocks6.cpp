@@ -1,11 +1,12 @@
 // Products with weights in Q6_K.
 
 #include "blocks.h"
+#include "codes_amx.h"
 
 namespace polybasic {
 
 void multiply_blocks6(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile) {
-    multiply_tiles<MultiplyCodes<SixBits, ScalesOfHalves>>(matrix, x, rows, blocks, tile);
+    multiply_codes<SixBits, ScalesOfHalves>(matrix, x, rows, blocks, tile);
 }
 
 }  // namespace polybasic

@@ -1,11 +1,12 @@
 // Products with weights in Q8_0.
 
 #include "blocks.h"
+#include "codes_amx.h"
 
 namespace polybasic {
 
 void multiply_blocks8(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile) {
-    multiply_tiles<MultiplyCodes<EightBits, Scales>>(matrix, x, rows, blocks, tile);
+    multiply_codes<EightBits, Scales>(matrix, x, rows, blocks, tile);
 }
 
 }  // namespace polybasic

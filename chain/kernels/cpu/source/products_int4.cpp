@@ -1,6 +1,6 @@
 // Products with weights of AutoAWQ's 4-bit format.
 
-#include "codes.h"
+#include "codes_amx.h"
 
 namespace polybasic {
 namespace {
@@ -35,7 +35,7 @@ struct ScalesAndZeros {
 }  // namespace
 
 void multiply_int4(const Matrix& matrix, const Operand& x, int rows, Range blocks, float* tile) {
-    multiply_tiles<MultiplyCodes<FourBits, ScalesAndZeros>>(matrix, x, rows, blocks, tile);
+    multiply_codes<FourBits, ScalesAndZeros>(matrix, x, rows, blocks, tile);
 }
 
 }  // namespace polybasic

@@ -16,7 +16,7 @@
 #define POLYBASIC_AVX512 1
 #if defined(__AVX512BF16__)
 #define POLYBASIC_PAIR_PRODUCTS 1
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #define POLYBASIC_AMX 1
 #endif
 #endif

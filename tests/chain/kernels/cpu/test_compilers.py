@@ -70,8 +70,8 @@ def test_the_package_ziglang_is_the_last_resort(tmp_path: Path, monkeypatch) -> 
         (
             "avx512-amx",
             "x86_64",
-            "-mavx512bf16 -mamx-tile -mamx-bf16",
-            "-mcpu=x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16",
+            "-mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",
+            "-mcpu=x86_64_v4+avx512vnni+avx512bf16+amx_tile+amx_bf16+amx_int8",
         ),
         ("neon-dotprod", "aarch64", "-march=armv8.2-a+dotprod", "-mcpu=generic+dotprod"),
     ],

@@ -162,7 +162,11 @@ def test_the_best_prebuilt_library_is_loaded_without_a_compiler(
         (AVX512_FLAGS, "x86_64", "avx512"),
         (f"{AVX512_FLAGS} avx512_vnni", "x86_64", "avx512-vnni"),
         (f"{AVX512_FLAGS} avx512_vnni avx512_bf16 amx_bf16", "x86_64", "avx512-bf16"),
-        (f"{AVX512_FLAGS} avx512_vnni avx512_bf16 amx_bf16 amx_tile", "x86_64", "avx512-amx"),
+        (
+            f"{AVX512_FLAGS} avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8",
+            "x86_64",
+            "avx512-amx",
+        ),
         ("fp asimd", "aarch64", "neon"),
     ):
         processor(flags, architecture)
