@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 28_550,
-    "deploy": 30_600,
+    "chain": 28_710,
+    "deploy": 30_620,
     "quantize": 1_400,
     "recipes": 7_700,
     "train": 8_600,
@@ -25,7 +25,7 @@ FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""
 CROWDED = {
     "chain/formats": 35,
-    "chain/kernels/cpu/source": 32,
+    "chain/kernels/cpu/source": 33,
     "chain/kernels/cuda": 21,
     "recipes/cli": 25,
 }

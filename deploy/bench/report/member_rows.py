@@ -190,8 +190,8 @@ def prediction_table(report: Report) -> Table | None:
         off = NOT_KNOWN if predicted is None else f"{100 * (predicted / measured - 1):+.0f}%"
         cells = [shown_milliseconds(predicted), shown_milliseconds(measured), off]
         cells += [
-            _speedup(alone and alone.predicted_seconds_per_token, predicted),
-            _speedup(alone and alone.measured_seconds_per_token, measured),
+            _speedup(alone.predicted_seconds_per_token if alone else None, predicted),
+            _speedup(alone.measured_seconds_per_token if alone else None, measured),
         ]
         rows.append([name, *cells, system.shown_plan or NOT_KNOWN])
     if not rows:
