@@ -248,7 +248,7 @@ def test_two_checkouts_in_turns(
     for folder in ("chain", "train", "quantize", "deploy", "recipes"):
         shutil.copytree(ROOT / folder, clone / folder)
     (loading,) = (
-        path for path in clone.glob("deploy/*.py") if "def load_chain(" in path.read_text()
+        path for path in clone.glob("deploy/**/*.py") if "def load_chain(" in path.read_text()
     )
     loading.write_text(loading.read_text() + CLONED)
     monkeypatch.setattr(end_to_end, "PAUSE_SECONDS", 0.0)

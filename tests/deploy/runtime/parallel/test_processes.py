@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started_by(parent: int) -> list[int]:
     """Followers among the children of a process."""
     listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent)], capture_output=True, text=True
     )
     lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
     return [int(pid) for pid, command in lines if "parallel.follower" in command]
