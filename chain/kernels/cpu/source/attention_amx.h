@@ -45,7 +45,7 @@ POLYBASIC_INLINE void transpose(__m512i (&rows)[16]) {
 // Thirty-two elements of a head, or the sixteen that are left of it and zeros.
 POLYBASIC_INLINE __m512i read_part(const Bfloat16* row, int at, int head_dim) {
     if (at + kAmxInputs <= head_dim) return _mm512_loadu_si512(row + at);
-    return _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + at)));
+    return ValuePart<Bfloat16>::read_half(row + at);
 }
 
 // The keys of sixteen positions as tiles, one for each part of the head.
@@ -105,8 +105,6 @@ public:
     using Base::Base;
 
 private:
-    static constexpr int kAhead = 8 * kLanes;  // positions that are fetched before they are laid out
-
     void attend_segment(const Item& item, int segment) override {
         first_ = segment * kSegment;
         const int num = item.end_query - item.first_query;
@@ -131,7 +129,7 @@ private:
     void lay_out(int begin, int end) {
         const int last = plain_end_ - first_ - 1;
         for (int at = begin; at < end; at += kLanes) {
-            fetch(keys_, at + kAhead);
+            this->fetch_ahead(keys_, at);
             if (at + kLanes <= last + 1) {
                 lay_out_keys(ConsecutiveRows<Bfloat16>{row_of(keys_, at), head_dim()}, head_dim(), keys_at(at));
                 continue;
@@ -142,19 +140,11 @@ private:
         }
         are_finite_ = true;
         for (int at = begin; at < end; at += kAmxInputs) {
-            fetch(values_, at + kAhead);
-            fetch(values_, at + kAhead + kLanes);
+            this->fetch_ahead(values_, at);
+            this->fetch_ahead(values_, at + kLanes);
             const ConsecutiveRows<Bfloat16> values{row_of(values_, at), head_dim()};
             are_finite_ &= lay_out_values(values, std::min(last + 1 - at, kAmxInputs), head_dim(), values_at(at));
         }
-    }
-
-    // Prefetch sixteen positions: the processor's own prefetching stops at the end of each page of memory.
-    void fetch(const Bfloat16* head, int at) const {
-        if (first_ + at + kLanes > plain_end_) return;
-        const char* bytes = reinterpret_cast<const char*>(row_of(head, at));
-        for (int i = 0; i < kLanes * head_dim() * int(sizeof(Bfloat16)); i += 64)
-            __builtin_prefetch(bytes + i, 0, 2);
     }
 
     Bfloat16* keys_at(int position) { return laid_keys_ + position * head_; }
