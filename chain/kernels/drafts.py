@@ -131,19 +131,17 @@ class Candidates:
             least_score: candidates that score less are left out; a parent scores no less than its
                 children.
         """
+        scores, all_tokens, all_beams = self._on_host()
         # The stable sort puts a parent before a child of equal score.
-        best = self.scores.sort(descending=True, stable=True).indices
-        best = best[: rows - 1].sort().values
+        best = np.sort(np.argsort(-scores, kind="stable")[: rows - 1])
         if least_score > -math.inf:
-            best = best[self.scores[best] >= least_score]
-        numbers = torch.cat([best, self.tokens[best], self.beams.flatten()]).tolist()
-        chosen, tokens = numbers[: len(best)], numbers[len(best) : 2 * len(best)]
-        beams = numbers[2 * len(best) :]
+            best = best[scores[best] >= least_score]
+        beams: list[int] = all_beams.ravel().tolist()
         row_of, parents = {-1: 0}, [-1]
-        for row, candidate in enumerate(chosen, 1):
+        for row, candidate in enumerate(best.tolist(), 1):
             row_of[candidate] = row
             parents.append(row_of[self._parent(candidate, beams)])
-        return DraftTree([root, *tokens], parents, proposer)
+        return DraftTree([root, *all_tokens[best].tolist()], parents, proposer)
 
     def ranks(self, continuation: list[int]) -> Counts:
         """The ranks of the tokens that actually followed among the candidates.
@@ -160,11 +158,8 @@ class Candidates:
             `keep_best`) of the continuation's l-th token among all candidates of the first d
             levels; `ABSENT` if it is not among them or the continuation has ended.
         """
-        # A single transfer: float64 holds scores and token ids exactly.
-        parts = (self.scores, self.tokens, self.beams.flatten())
-        values = torch.cat([part.double() for part in parts]).cpu().numpy()
-        scores, tokens, beams = np.split(values, [len(self.tokens), 2 * len(self.tokens)])
-        path = self._path(continuation, tokens, beams.reshape(-1, self.top_k))
+        scores, tokens, beams = self._on_host()
+        path = self._path(continuation, tokens, beams)
         numbers, own_numbers = np.arange(len(scores)), np.array(path, np.int64)[:, None]
         own_scores = scores[own_numbers]
         is_before = (scores > own_scores) | ((scores == own_scores) & (numbers < own_numbers))
@@ -188,6 +183,18 @@ class Candidates:
         by_level = np.add.reduceat(enough, level_starts, axis=0, dtype=np.int64)
         counted: Counts = by_level.cumsum(0)
         return counted
+
+    def _on_host(self) -> tuple[NDArray[np.float32], Counts, Counts]:
+        """Scores, tokens and beams."""
+        parts = (self.scores, self.tokens, self.beams)
+        if self.scores.is_cpu:
+            scores, tokens, beams = (part.numpy() for part in parts)
+            return scores, tokens, beams
+        # A single transfer: float64 holds scores and token ids exactly.
+        values = torch.cat([part.flatten().double() for part in parts]).cpu().numpy()
+        scores, tokens, beams = np.split(values, [len(self.tokens), 2 * len(self.tokens)])
+        places = beams.astype(np.int64).reshape(-1, self.top_k)
+        return scores.astype(np.float32), tokens.astype(np.int64), places
 
     def _path(self, continuation: list[int], tokens: Any, beams: Any) -> list[int]:
         """Numbers of the candidates along a continuation, as far as there are any."""

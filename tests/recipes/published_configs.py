@@ -56,6 +56,8 @@ _QWEN2: dict[str, Any] = {
     "use_sliding_window": False,
 }
 
+_QWEN2_TIED = _QWEN2 | {"vocab_size": 151936, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "lmsys/vicuna-7b-v1.5": _LLAMA2 | _7B,
     "lmsys/vicuna-13b-v1.5": _LLAMA2
@@ -89,6 +91,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "Qwen/Qwen2.5-72B-Instruct": _QWEN2 | _70B | {"intermediate_size": 29568},
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": _QWEN2_TIED
+    | {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    },
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": _QWEN2_TIED
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    },
     "Qwen/Qwen3-8B": {
         "model_type": "qwen3",
         "hidden_act": "silu",
@@ -118,6 +134,8 @@ NUM_PARAMETERS = {
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "Qwen/Qwen2-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": 1_543_714_304,
     "Qwen/Qwen3-8B": 8_190_735_360,
 }
 """As the hub counts them in the safetensors files."""

@@ -7,6 +7,7 @@
 import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import ClassVar
 
 import numpy as np
@@ -286,7 +287,8 @@ class CpuExecutor(Executor):
         features: Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> Tensor:
-        states = torch.empty(len(token_ids), self.states_width(feature_layers), dtype=self.dtype)
+        width = self.states_width(feature_layers)
+        states = torch.empty(token_ids.shape[0], width, dtype=self.dtype)
         for parts in split_rows(rows, MAX_ROWS):
             tokens = slice(parts[0][1].start, parts[-1][1].stop)
             self._pass(
@@ -330,7 +332,7 @@ class CpuExecutor(Executor):
         feature_layers: tuple[int, ...],
         states: Tensor,
     ) -> None:
-        num_rows = len(token_ids)
+        [num_rows] = token_ids.shape
         assert num_rows <= MAX_ROWS, f"a tree of {num_rows} rows"
         token_ids = token_ids.contiguous()
         if features is not None:
@@ -402,8 +404,8 @@ class _Sequence:
         assert rows.end <= capacity, f"{rows.end} of {capacity} rows"
         ends = paths = None
         if rows.paths is not None:
-            ends = np.cumsum([len(path) for path in rows.paths], dtype=np.int32)
-            paths = np.array([row for path in rows.paths for row in path], np.int32)
+            ends = np.array(list(accumulate(map(len, rows.paths))), np.int32)
+            paths = np.array(list(chain.from_iterable(rows.paths)), np.int32)
         self._kept = located, ends, paths
         self.struct = _SequenceStruct(
             _RowsStruct(

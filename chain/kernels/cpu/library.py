@@ -12,7 +12,7 @@ from polybasic.chain.kernels.cpu.native import native_library
 from polybasic.chain.kernels.cpu.openmp import openmp_functions
 from polybasic.chain.kernels.environment import kernels_wanted
 
-_VERSION = 9
+_VERSION = 10
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of source/matrix.h and source/decoder.h."""
 
@@ -108,22 +108,42 @@ class Kernels:
         is NaN or infinity.
 
         Args:
-            logits: float32 [R, V].
+            logits: [R, V].
             warping: temperature, top-k, top-p and min-p, 0 where a step is off; see
                 `polybasic.deploy.runtime.rounds.warping`.
             key: as `polybasic.chain.kernels.noise.noise_key` gives it.
             positions: R of them, of the tokens to draw.
         """
-        logits, key = logits.contiguous(), key.contiguous()
+        key = key.contiguous()
+        places = (ctypes.c_int64 * len(logits))(*positions)
+        return self._drawn(logits, warping, address(key, torch.int64), places)
+
+    def most_probable(self, logits: Tensor) -> list[int]:
+        """The first token of each row with the largest logit; -1 where a logit is NaN or infinity.
+
+        Args:
+            logits: [R, V].
+        """
+        return self._drawn(logits, [0.0] * 4, None, None)
+
+    def _drawn(
+        self,
+        logits: Tensor,
+        warping: Sequence[float],
+        key: int | None,
+        positions: "ctypes.Array[ctypes.c_int64] | None",
+    ) -> list[int]:
+        logits = (logits if logits.dtype in ELEMENTS else logits.float()).contiguous()
         num_rows, num_tokens = logits.shape
         tokens = (ctypes.c_int64 * num_rows)()
         self.library.polybasic_draw(
-            address(logits, torch.float32),
+            address(logits, logits.dtype),
+            ELEMENTS[logits.dtype],
             num_rows,
             num_tokens,
             (ctypes.c_float * 4)(*warping),
-            address(key, torch.int64),
-            (ctypes.c_int64 * num_rows)(*positions),
+            key,
+            positions,
             tokens,
             torch.get_num_threads(),
         )
@@ -175,7 +195,7 @@ def load_kernels() -> Kernels | None:
     library.polybasic_decode_rows.argtypes = [pointer, pointer, integer, pointer]
     library.polybasic_noise.argtypes = [pointer, pointer, integer, integer, pointer, integer]
     library.polybasic_draw.argtypes = [
-        pointer, integer, integer, pointer, pointer, pointer, pointer, integer
+        pointer, integer, integer, integer, pointer, pointer, pointer, pointer, integer
     ]  # fmt: skip
     library.polybasic_mask.argtypes = [pointer, pointer, integer, integer]
     library.polybasic_move_rows.argtypes = [

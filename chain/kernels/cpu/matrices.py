@@ -88,7 +88,7 @@ class NativeLinear:
 
     def __call__(self, x_RI: Tensor) -> Tensor:
         x_RI = x_RI.contiguous()
-        rows, (out_size, in_size) = len(x_RI), self.shape
+        rows, (out_size, in_size) = x_RI.shape[0], self.shape
         assert x_RI.shape == (rows, in_size), f"{tuple(x_RI.shape)} for {in_size} inputs"
         out = torch.empty(rows, out_size, dtype=x_RI.dtype)
         memory = torch.empty(rows * in_size * 19 // 16 + 3 * LANES)

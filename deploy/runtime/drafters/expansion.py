@@ -226,7 +226,7 @@ def _read(
     )
     for drafter, read, num_ahead in zip(drafters, rows, ahead, strict=True):
         drafter.cache.keep(range(read.num_rows - num_ahead))
-    parts = states.split([read.num_rows for read in rows])
+    parts = [states] if len(rows) == 1 else states.split([read.num_rows for read in rows])
     return [part[-1 - num_ahead :] for part, num_ahead in zip(parts, ahead, strict=True)]
 
 

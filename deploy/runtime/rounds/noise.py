@@ -76,7 +76,7 @@ class Noise:
         """
         if (kernels := kernels_for(logits.device, torch.float32)) is None:
             return None
-        return kernels.draw(logits.float(), warping, self.key, positions)
+        return kernels.draw(logits, warping, self.key, positions)
 
     def draft(self, start: int, depth: int) -> Perturbation:
         """What a draft of `depth` levels adds to its logits, the first level drawing at `start`.

@@ -176,7 +176,7 @@ def read_together(
             rows,
             feature_layers=first.feature_layers,
         )
-    return list(states.split([part.num_rows for part in rows]))
+    return [states] if len(rows) == 1 else list(states.split([part.num_rows for part in rows]))
 
 
 def logits_together(

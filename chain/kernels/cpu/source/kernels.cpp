@@ -18,7 +18,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 9; }
+int polybasic_version() { return 10; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =
@@ -81,13 +81,20 @@ void polybasic_noise(const int64_t* key, const int64_t* positions, int num_posit
     });
 }
 
-// `warping`: temperature, top-k, top-p and min-p; `key`: as above. `tokens`: [num_rows], see `Sampler`.
-void polybasic_draw(const float* logits, int num_rows, int num_tokens, const float* warping,
+// `warping`: temperature, top-k, top-p and min-p; `key`: as above, and like `positions` null at temperature 0.
+// `tokens`: [num_rows], see `Sampler`.
+void polybasic_draw(const void* logits, int element, int num_rows, int num_tokens, const float* warping,
                     const int64_t* key, const int64_t* positions, int64_t* tokens, int num_threads) {
-    const NoiseKey words{uint32_t(key[0]), uint32_t(key[1]), uint32_t(key[2])};
+    const NoiseKey words = key ? NoiseKey{uint32_t(key[0]), uint32_t(key[1]), uint32_t(key[2])} : NoiseKey{};
     const Warping steps{warping[0], warping[1], warping[2], warping[3]};
+    const auto draw = [&](auto rows, Thread self) {
+        draw_rows(rows, num_rows, num_tokens, steps, words, positions, tokens, self);
+    };
     Team::run(std::min(num_threads, num_rows), [&](Thread self) {
-        draw_rows(logits, num_rows, num_tokens, steps, words, positions, tokens, self);
+        if (element == kBfloat16)
+            draw(static_cast<const Bfloat16*>(logits), self);
+        else
+            draw(static_cast<const float*>(logits), self);
     });
 }
 

@@ -1,5 +1,6 @@
 // Tokens drawn from rows of logits: temperature, top-k, top-p and min-p as polybasic.deploy.runtime.rounds.warping
-// defines them, then the largest logit with noise added. A thread takes whole rows.
+// defines them, then the largest logit with noise added; at temperature 0 the largest logit. A thread takes
+// whole rows, of floats or bfloat16 numbers.
 #pragma once
 
 #include <algorithm>
@@ -17,11 +18,51 @@ struct Warping {
     float temperature, top_k, top_p, min_p;
 };
 
+// All bits of a lane where a number is NaN, in which all bits of the exponent and others are set.
+POLYBASIC_INLINE Ints is_nan(Floats values) { return (same_bits<Ints>(values) & 0x7fffffff) > 0x7f800000; }
+
+inline bool is_set_anywhere(Ints mask) {
+    int32_t lanes[kLanes];
+    std::memcpy(lanes, &mask, sizeof mask);
+    return std::any_of(lanes, lanes + kLanes, [](int32_t lane) { return lane != 0; });
+}
+
+// The first token with the largest logit; -1 where a logit is NaN or infinity, or none is a number.
+template <typename Element>
+int64_t most_probable(const Element* logits, int num_tokens) {
+    Floats most = broadcast(-INFINITY);
+    Ints block{}, is_bad{};
+    for (int first = 0; first < num_tokens; first += kLanes) {
+        const int left = num_tokens - first;
+        float last[kLanes];
+        if (left < kLanes) {
+            std::fill_n(last, kLanes, -INFINITY);
+            for (int lane = 0; lane < left; ++lane) last[lane] = widen(logits[first + lane]);
+        }
+        const Floats values = left < kLanes ? load(last) : load(logits + first);
+        is_bad = is_bad + is_nan(values);
+        const Ints is_more = values > most;
+        most = select(is_more, values, most);
+        block = select(is_more, broadcast_to<IntPart>(first), block);
+    }
+    const float greatest = largest(most);
+    if (is_set_anywhere(is_bad) || !std::isfinite(greatest)) return -1;
+    int32_t firsts[kLanes];
+    float values[kLanes];
+    std::memcpy(firsts, &block, sizeof block);
+    store(values, most);
+    int token = num_tokens;
+    for (int lane = 0; lane < kLanes; ++lane)
+        if (values[lane] == greatest) token = std::min(token, firsts[lane] + lane);
+    return token;
+}
+
 class Sampler {
 public:
     // The token with the largest sum of warped logit and noise, the first of equal ones; -1 where a logit
     // is NaN or infinity, or no logit is a number.
-    int64_t draw(const float* logits, int num_tokens, const Warping& warping, const NoiseKey& key,
+    template <typename Element>
+    int64_t draw(const Element* logits, int num_tokens, const Warping& warping, const NoiseKey& key,
                  uint32_t position) {
         num_tokens_ = num_tokens;
         num_groups_ = (num_tokens + kNoiseGroup - 1) / kNoiseGroup;
@@ -63,7 +104,8 @@ private:
     const float* group_of(int group) const { return scaled_.data() + size_t(group) * kNoiseGroup; }
 
     // Logits over the temperature, and the largest of each group; false where none or not all are numbers.
-    bool scale(const float* logits, float temperature) {
+    template <typename Element>
+    bool scale(const Element* logits, float temperature) {
         scaled_.resize(size_t(num_groups_) * kNoiseGroup);
         largest_.resize(num_groups_);
         Ints is_bad{};
@@ -77,21 +119,17 @@ private:
                 float last[kLanes];
                 if (left < kLanes) {
                     std::fill_n(last, kLanes, -INFINITY);
-                    if (left > 0) std::copy_n(logits + first + i, left, last);
+                    for (int lane = 0; lane < left; ++lane) last[lane] = widen(logits[first + i + lane]);
                 }
-                const Floats values = load(left < kLanes ? last : logits + first + i) / temperature;
-                // NaN, in which all bits of the exponent and others are set
-                is_bad = is_bad - ((same_bits<Ints>(values) & 0x7fffffff) > 0x7f800000);
+                const Floats values = (left < kLanes ? load(last) : load(logits + first + i)) / temperature;
+                is_bad = is_bad + is_nan(values);
                 store(to + i, values);
                 most = maximum(values, most);
             }
             largest_[group] = largest(most);
             greatest_ = std::max(greatest_, largest_[group]);
         }
-        int num_bad = 0;
-        for (int i = 0; i < kParts; ++i)
-            for (int lane = 0; lane < kPartLanes; ++lane) num_bad += is_bad.parts[i][lane] != 0;
-        return num_bad == 0 && std::isfinite(greatest_);
+        return !is_set_anywhere(is_bad) && std::isfinite(greatest_);
     }
 
     // Keep the tokens of at least the k-th largest logit, in their order.
@@ -247,14 +285,19 @@ private:
     Drawn best_{};
 };
 
-// tokens: [num_rows], drawn from logits [num_rows][num_tokens] of the tokens at `positions`.
-inline void draw_rows(const float* logits, int num_rows, int num_tokens, const Warping& warping,
-                      const NoiseKey& key, const int64_t* positions, int64_t* tokens, const Thread& self) {
+// tokens: [num_rows], drawn from logits [num_rows][num_tokens] of the tokens at `positions`; at temperature 0
+// these and the key are not read.
+template <typename Element>
+void draw_rows(const Element* logits, int num_rows, int num_tokens, const Warping& warping, const NoiseKey& key,
+               const int64_t* positions, int64_t* tokens, const Thread& self) {
     static thread_local Sampler sampler;
     const Range mine = share(num_rows, self.number, self.num_threads, 1);
-    for (int row = mine.first; row < mine.end; ++row)
-        tokens[row] = sampler.draw(logits + size_t(row) * num_tokens, num_tokens, warping, key,
-                                   uint32_t(positions[row]));
+    for (int row = mine.first; row < mine.end; ++row) {
+        const Element* values = logits + size_t(row) * num_tokens;
+        tokens[row] = warping.temperature == 0
+                          ? most_probable(values, num_tokens)
+                          : sampler.draw(values, num_tokens, warping, key, uint32_t(positions[row]));
+    }
 }
 
 }  // namespace polybasic

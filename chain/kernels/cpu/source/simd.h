@@ -179,8 +179,9 @@ POLYBASIC_INLINE Lanes<Part> operator>>(Lanes<Part> x, int bits) {
 POLYBASIC_INLINE Floats broadcast(float value) { return broadcast_to<FloatPart>(value); }
 
 // Lane by lane: `x` where the mask is set, else `y`.
-POLYBASIC_INLINE Floats select(Ints mask, Floats x, Floats y) {
-    return each_part<FloatPart>(POLYBASIC_EACH { return mask.parts[i] ? x.parts[i] : y.parts[i]; });
+template <class Part>
+POLYBASIC_INLINE Lanes<Part> select(Ints mask, Lanes<Part> x, Lanes<Part> y) {
+    return each_part<Part>(POLYBASIC_EACH { return Part(mask.parts[i] ? x.parts[i] : y.parts[i]); });
 }
 
 POLYBASIC_INLINE Floats to_floats(Ints x) {

@@ -72,6 +72,32 @@ def test_tokens_are_those_of_the_reference(
         assert found == (warped + added).argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 13, 1000, 4097])
+def test_the_most_probable_token_is_the_first_of_the_largest_logits(
+    kernels: Kernels, num_tokens: int, dtype: torch.dtype
+) -> None:
+    logits = rows_of(num_tokens, 9.0).to(dtype)
+    expected = logits.float().numpy().argmax(-1).tolist()
+    assert kernels.most_probable(logits) == expected
+    assert kernels.most_probable(logits.repeat(7, 1)) == 7 * expected
+    for wrong in (math.nan, -math.nan, math.inf):
+        logits[2, num_tokens // 2], logits[3] = wrong, -math.inf
+        kept = [*expected[:2], -1, -1, *expected[4:]]
+        assert kernels.most_probable(logits) == kept
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_bfloat16_logits_are_drawn_from_as_they_are(
+    kernels: Kernels, settings: dict[str, Any]
+) -> None:
+    values, key = Warping.values_of(Sampling(0.7, **settings)), noise.noise_key(5)
+    for num_tokens in (13, 4097):
+        logits = rows_of(num_tokens, 2.5).bfloat16()
+        found = kernels.draw(logits, values, key, POSITIONS)
+        assert found == kernels.draw(logits.float(), values, key, POSITIONS)
+
+
 def test_a_row_does_not_depend_on_others_or_threads(kernels: Kernels) -> None:
     logits, key = rows_of(5000, 2.0), noise.noise_key(3)
     values = Warping.values_of(Sampling(1.3, top_p=0.97))

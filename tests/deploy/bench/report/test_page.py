@@ -1,12 +1,14 @@
 """The page of a report: as a file, and as a browser shows it."""
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from polybasic.chain.formats.files import write_json
 from polybasic.deploy.bench.report.page import write_page
 from polybasic.deploy.bench.report.rows import headline_table
 from polybasic.deploy.bench.schema import Report
@@ -66,6 +68,20 @@ def test_plots_are_whole_and_take_colours_from_the_page(written: Path) -> None:
         for name in re.findall(r"var\((--\w+)\)", plot):
             assert f"{name}:" in light
             assert f"{name}:" in dark
+
+
+def test_plots_stand_alone_with_the_colours_of_the_page(tmp_path: Path) -> None:
+    report = example(systems=("target", "eagle2", "polybasic_full"))
+    write_json(tmp_path / "report.json", report.to_json())
+    draw = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "draw_performance.py"))["main"]
+    draw([tmp_path / "report.json"] * 2, tmp_path)
+    for name in ("speedup", "insertion"):
+        text = (tmp_path / f"{name}.svg").read_text("utf-8")
+        root = ElementTree.fromstring(text)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        defined = set(re.findall(r"(--\w+):", text))
+        assert set(re.findall(r"var\((--\w+)\)", text)) <= defined
+    assert text.count(f"{report.chain}: ") == 2 * len(report.insertions)
 
 
 def test_the_same_report_gives_the_same_page(tmp_path: Path) -> None:
