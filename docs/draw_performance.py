@@ -2,9 +2,9 @@
 
     python docs/draw_performance.py REPORT [REPORT ...] [--out docs]
 
-`speedup.svg` is the first report's speedup by system and task, `insertion.svg` holds the insertions of
-all reports, each under its chain's name. The third picture, `timeline.svg`, is that of `polybasic trace CHAIN -p TEXT --timeline
---svg docs/timeline.svg`.
+`speedup.svg` is the first report's speedup by system and task, `insertion.svg` holds the insertions
+of all reports, each under its chain's name. The third picture, `timeline.svg`, is that of
+`polybasic trace CHAIN -p TEXT --timeline --svg docs/timeline.svg`.
 """
 
 import argparse
@@ -41,8 +41,8 @@ def standing_alone(name: str, report: Report) -> str:
     sheet = (Path(page.__file__).parent / "page.css").read_text("utf-8")
     colours = sheet[sheet.index(":root") : sheet.index("\n* {")]
     style = (
-        f"<style>{colours}\nsvg {{ background: var(--paper); font-family: system-ui, sans-serif; }}\n"
-        "text { font-family: inherit; }</style>"
+        f"<style>{colours}\nsvg {{ background: var(--paper); "
+        "font-family: system-ui, sans-serif; }\ntext { font-family: inherit; }</style>"
     )
     head, _, rest = str(draw(figure, report)).partition("</desc>")
     head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
@@ -50,7 +50,9 @@ def standing_alone(name: str, report: Report) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     arguments = parser.parse_args()
