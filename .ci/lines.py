@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 28_780,
-    "deploy": 30_620,
+    "chain": 28_850,
+    "deploy": 30_910,
     "quantize": 1_400,
     "recipes": 7_700,
     "train": 8_600,
-    "benchmarks": 8_450,
-    "tests": 63_110,
+    "benchmarks": 8_460,
+    "tests": 63_400,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -3,7 +3,8 @@
     python benchmarks/contexts.py CHAIN [--contexts 1024 4096 16384] [--windows 1024]
         [--own-caches] [--max-new-tokens 32] [--turns 2] [--record FILE]
 
-Systems are those of the chain, and each again with sliding windows on all members below the target;
+Systems are those of the chain, each again with sliding windows on all members below the target, and
+the plan that was chosen for such a context, where there is one;
 `--own-caches` measures intermediates with caches of their own in the place of shared ones. All
 answers are greedy. The first round of an answer, and the prefill with it, is not counted: it is a
 column of its own. A context is shipped prompts one after the other. Beyond the context that a
@@ -24,6 +25,8 @@ from polybasic.deploy import Chain
 
 CONTEXTS = (1024, 4096, 16384)
 WINDOWS = (1024,)
+BY_CONTEXT = "plan of the context"
+"""What the chain does where nothing else is asked for."""
 ROOM_TOKENS = 64
 """Of a context, for rounds that gain more than they must."""
 
@@ -99,8 +102,12 @@ def main() -> None:
     plans = windowed_plans(chain, arguments.windows)
     for name, plan in plans.items():
         report.say(f"{name}: {shown_plan(plan, chain)}")
-    answering = {HERE: dict.fromkeys(plans, Here(chain))}
+    measured = chain.measured_plan
     for num_tokens, text in long_texts(chain, sorted(arguments.contexts)).items():
+        if measured is not None and measured.by_context:
+            plans[BY_CONTEXT] = plan = measured.now(1, num_tokens)
+            report.say(f"{BY_CONTEXT}, {num_tokens:,} tokens: {shown_plan(plan, chain)}")
+        answering = {HERE: dict.fromkeys(plans, Here(chain))}
         times = measure_end_to_end(answering, plans, [text], tokens, arguments.turns)
         caches = {name: cache_bytes(chain, plan, num_tokens) for name, plan in plans.items()}
         report_context(report, num_tokens, times[HERE], caches)

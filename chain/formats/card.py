@@ -1,5 +1,6 @@
 """README.md of a chain: its model card, written from the manifest alone."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -199,11 +200,32 @@ def shown_loads(measured: MeasuredPlan, verifying: Collection[str]) -> str:
     parts: list[str] = []
     first = 1
     for plan, group in groupby(measured.by_load, lambda load: load.plan):
-        drafts = plan.members[-1] not in verifying
-        tree = f" ({shown_tree(plan.tree)})" if drafts else ""
-        parts.append(f"{first} or more: {shown_members(plan, verifying)}{tree}")
+        parts.append(f"{first} or more: {_members_and_tree(plan, verifying)}")
         first = max(load.sequences for load in group) + 1
     return "; ".join(parts)
+
+
+def shown_contexts(measured: MeasuredPlan, verifying: Collection[str]) -> str:
+    """Plans by context for people: "at once: target → draft (depth 5, top 4, 16 rows); from 5,793
+    tokens on: target"; empty if there is one plan for all.
+
+    Args:
+        verifying: as `shown_members`.
+    """
+    contexts, parts = measured.by_context, list[str]()
+    for place, context in enumerate(contexts):
+        before = contexts[place - 1] if place else None
+        if before is not None and before.plan == context.plan:
+            continue
+        first = before and math.ceil(math.sqrt(before.tokens * context.tokens))
+        since = f"from {first:,} tokens on" if first else "at once"
+        parts.append(f"{since}: {_members_and_tree(context.plan, verifying)}")
+    return "; ".join(parts) if len(parts) > 1 else ""
+
+
+def _members_and_tree(plan: Plan, verifying: Collection[str]) -> str:
+    drafts = plan.members[-1] not in verifying
+    return shown_members(plan, verifying) + (f" ({shown_tree(plan.tree)})" if drafts else "")
 
 
 def _sees(window: Window | None) -> str:
@@ -312,9 +334,13 @@ def _plans(manifest: Manifest) -> str:
             for measured in manifest.plans
         ]
         by_load = [
-            f"- {measured.place}, by number of sequences: {shown_loads(measured, verifying)}."
+            f"- {measured.place}, by {what}: {shown}."
             for measured in manifest.plans
-            if measured.by_load
+            for what, shown in (
+                ("number of sequences", shown_loads(measured, verifying)),
+                ("context", shown_contexts(measured, verifying)),
+            )
+            if shown
         ]
         parts = [
             "Chosen by measurement, one for each kind of machine, dtype and temperature:",

@@ -8,6 +8,7 @@ from polybasic.chain.console import Console
 from polybasic.chain.formats.card import (
     grown_note,
     member_source,
+    shown_contexts,
     shown_loads,
     shown_plan,
     weight_notes,
@@ -112,6 +113,8 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
         )
         if by_load := shown_loads(measured, verifying):
             console.print(f"by number of sequences: {by_load}")
+        if by_context := shown_contexts(measured, verifying):
+            console.print(f"by context: {by_context}")
     elsewhere = " elsewhere" if description["plans"] else ""
     console.print(f"plan{elsewhere}: {_plan(description['plan'], verifying)}")
     for title in ("quality", "training"):

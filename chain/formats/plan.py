@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -126,20 +126,32 @@ class PredictedPlan(Settings):
     seconds_per_token: Factor = Field(description="decode only")
 
 
-class LoadPlan(Settings):
+class _RepeatablePlan(Settings):
+    """A plan for some of the time, by which the text of a seed is what it is by the others."""
+
+    plan: Plan
+
+    @model_validator(mode="after")
+    def _a_text_depends_on_the_seed_alone(self) -> Self:
+        if self.plan.rule != "coupled":
+            raise ValueError(f"a plan for some of the time must be coupled, not {self.plan.rule}")
+        return self
+
+
+class LoadPlan(_RepeatablePlan):
     """The fastest plan while several sequences are active."""
 
     sequences: Count = Field(description="that are active at a time")
-    plan: Plan
     seconds_per_token: Factor = Field(
         description="of the machine, for a token of any sequence; decode only"
     )
 
-    @model_validator(mode="after")
-    def _a_text_does_not_depend_on_the_load(self) -> "LoadPlan":
-        if self.plan.rule != "coupled":
-            raise ValueError(f"a plan by load needs the rule coupled, not {self.plan.rule}")
-        return self
+
+class ContextPlan(_RepeatablePlan):
+    """The fastest plan behind a context."""
+
+    tokens: Count = Field(description="of prompt and answer so far")
+    seconds_per_token: Factor = Field(description="decode only")
 
 
 class MeasuredPlan(PredictedPlan):
@@ -158,13 +170,19 @@ class MeasuredPlan(PredictedPlan):
     by_load: tuple[LoadPlan, ...] = Field(
         default=(), description="plans by the number of active sequences, increasing"
     )
+    by_context: tuple[ContextPlan, ...] = Field(
+        default=(), description="plans by the tokens before the next one, increasing"
+    )
     explanation: dict[str, Any] = Field(default={}, description="what `polybasic plan` prints")
 
     @model_validator(mode="after")
-    def _loads_increase(self) -> "MeasuredPlan":
+    def _numbers_increase(self) -> Self:
         loads = [load.sequences for load in self.by_load]
         if loads != sorted(set(loads)):
             raise ValueError(f"by_load must have increasing numbers of sequences, not {loads}")
+        contexts = [context.tokens for context in self.by_context]
+        if contexts != sorted(set(contexts)):
+            raise ValueError(f"by_context must have increasing numbers of tokens, not {contexts}")
         return self
 
     @property
@@ -185,11 +203,31 @@ class MeasuredPlan(PredictedPlan):
 
     @property
     def all_plans(self) -> tuple[Plan, ...]:
-        """The chosen one, those of other members, and those by load."""
+        """The chosen one, those of other members, and those by load and by context."""
         others = (other.plan for other in self.others)
-        return (self.plan, *others, *(load.plan for load in self.by_load))
+        at_times = (other.plan for other in (*self.by_load, *self.by_context))
+        return (self.plan, *others, *at_times)
 
-    def of_load(self, active: int) -> Plan:
+    def now(self, active: int, num_tokens: int) -> Plan:
+        """The plan to run while so many sequences are active, behind so many tokens.
+
+        That of the context that is nearest by ratio; where several are active, that or the plan of
+        the load, whichever has the smaller tree: what a row costs beside a pass grows with both.
+
+        Args:
+            active: 0 counts as 1.
+            num_tokens: of prompt and answer so far, at least one.
+        """
+        of_load = self._of_load(active)
+        if not self.by_context:
+            return of_load
+        nearest = min(
+            self.by_context, key=lambda context: abs(math.log(context.tokens / num_tokens))
+        )
+        of_context = nearest.plan
+        return of_context if active <= 1 else min(of_load, of_context, key=lambda p: p.tree.rows)
+
+    def _of_load(self, active: int) -> Plan:
         """The plan to run while so many sequences are active.
 
         That of the smallest measured load that is not below this number: between two loads that of
@@ -218,11 +256,11 @@ class PlansByTemperature:
         """
         return min(self.plans, key=lambda plan: abs(plan.temperature - temperature), default=None)
 
-    def of_load(self, active: int, temperature: float) -> Plan:
-        """As `MeasuredPlan.of_load`; there must be a plan."""
+    def now(self, active: int, num_tokens: int, temperature: float) -> Plan:
+        """As `MeasuredPlan.now`; there must be a plan."""
         measured = self.at(temperature)
         assert measured is not None, "a plan"
-        return measured.of_load(active)
+        return measured.now(active, num_tokens)
 
 
 def decision_lines(explanation: Mapping[str, Any]) -> list[str]:

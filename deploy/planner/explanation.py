@@ -31,6 +31,7 @@ def explain(
     measurements: Measurements,
     budget: dict[str, Any] | None = None,
     loads: Sequence[dict[str, Any]] = (),
+    contexts: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """All reasons for and against a choice, as plain JSON.
 
@@ -38,6 +39,7 @@ def explain(
         budget: what `Budget.report` returned, and how often close plans were `timed_again`; None
             if there was no limit.
         loads: what `polybasic.deploy.planner.loads.loads_compared` returned.
+        contexts: what `polybasic.deploy.planner.contexts.contexts_compared` returned.
     """
     best, runner_up, alone = choice.best, choice.runner_up, choice.alone
     return {
@@ -85,6 +87,7 @@ def explain(
         "rules": rules_compared(choice),
         "windows": windows_tried(choice),
         "loads": list(loads),
+        "contexts": list(contexts),
         "runner_up": None if runner_up is None else str(runner_up.members),
         "plan": best.plan.model_dump(mode="json"),
         "decision": decide(choice, measurements),

@@ -82,7 +82,7 @@ def choose_by_load(
     """
     if not loads:
         return []
-    of_one = _choice_of_one(measured, choice)
+    of_one = repeatable_choice(measured, choice)
     search = _LoadSearch(of_one, measured.calibration.grid, timer, budget)
     by_load: list[LoadChoice] = []
     for sequences in sorted(set(loads) - {1}):
@@ -112,7 +112,7 @@ def loads_compared(by_load: Collection[LoadChoice]) -> list[dict[str, Any]]:
     ]
 
 
-def _choice_of_one(measured: Measured, choice: PlanChoice) -> PlanChoice:
+def repeatable_choice(measured: Measured, choice: PlanChoice) -> PlanChoice:
     """The same choice, or one among plans under which a seed means a text."""
     if not choice.best.measurements.is_random:
         return choice
@@ -144,7 +144,7 @@ class _LoadSearch:
         began, costs = self._budget.seconds, RoundCosts()
         tried = self._worth_trying()
         timed: list[Plan] = []
-        plans = _shapes_to_time(tried, self.base)
+        plans = shapes_to_time(tried, self.base)
         of_one = _without_copies(self.plan_of_one.plan, self.base)
         plans += [of_one] if of_one not in plans else []
         for _ in range(MAX_ROUNDS):
@@ -179,7 +179,7 @@ class _LoadSearch:
         measurements = at_load(self.base, costs)
         choice = choose_plan(
             [measurements],
-            _narrower(self._grid, max(candidate.plan.tree.rows for candidate in tried)),
+            narrower(self._grid, max(candidate.plan.tree.rows for candidate in tried)),
             among={(self.plan_of_one.plan.rule, candidate.members) for candidate in tried},
             simulator=self._simulator,
         )
@@ -224,7 +224,7 @@ def _scaled(base: DraftCosts, timed: DraftCosts) -> DraftCosts:
     return DraftCosts(scaled | timed.by_top_k)
 
 
-def _shapes_to_time(tried: Collection[Candidate], base: Measurements) -> list[Plan]:
+def shapes_to_time(tried: Collection[Candidate], base: Measurements) -> list[Plan]:
     """The fastest plan of each set of models, and where it has a draft tree, two narrower ones.
 
     Between them costs are nearly a line. They have different depths, so that the first level of a
@@ -254,7 +254,7 @@ def _of_one_size(plan: Plan) -> Plan:
     return plan.model_copy(update={"tree": plan.tree.model_copy(update={"least_probability": 0.0})})
 
 
-def _narrower(grid: PlanGrid, rows: int) -> PlanGrid:
+def narrower(grid: PlanGrid, rows: int) -> PlanGrid:
     """The grid's trees of at most so many rows, and narrower ones: wider ones than pay for one
     sequence pay for several even less."""
     return grid.model_copy(

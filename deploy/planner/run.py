@@ -11,6 +11,7 @@ from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, PredictedPlan
 from polybasic.chain.progress import waiting
+from polybasic.deploy.planner.contexts import choose_by_context, contexts_compared
 from polybasic.deploy.planner.explanation import explain, shown_budget
 from polybasic.deploy.planner.finalists import time_finalists
 from polybasic.deploy.planner.loads import choose_by_load, loads_compared
@@ -29,8 +30,9 @@ from polybasic.deploy.runtime.load import load_chain
 from polybasic.deploy.runtime.remote.link import Link
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 
-LOADS_SHARE = 0.25
-"""Of the budget, that is left for plans of several sequences."""
+CONTEXTS_SHARE, LOADS_SHARE = 0.1, 0.2
+"""Of the budget, that is left for plans behind long contexts, and for those of several sequences.
+"""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,9 @@ def plan_loaded(
     loads = settings.loads if link is None and _is_repeatable(settings) else ()
     if settings.loads and not _is_repeatable(settings):
         say(f"plan: for one sequence alone, as loads need the rule coupled and not {settings.rule}")
-    if loads:
-        budget.max_seconds *= 1 - LOADS_SHARE
+    contexts = settings.contexts if link is None and _is_repeatable(settings) else ()
+    for_loads = LOADS_SHARE if loads else 0.0
+    budget.max_seconds *= 1 - for_loads - (CONTEXTS_SHARE if contexts else 0.0)
     calibration = answer_prompts(
         chain.engine,
         _prompts(chain, settings),
@@ -145,8 +148,10 @@ def plan_loaded(
         choice = choose_plan(measured.measurements, grid)
     measured, choice, timed_again = time_finalists(measured, choice, budget, say)
     choice = try_windows(measured, choice, budget, say)
-    budget.max_seconds = settings.max_seconds
     timer = LoadTimer(measured.calibration)
+    budget.max_seconds = settings.max_seconds * (1 - for_loads)
+    by_context = choose_by_context(measured, choice, contexts, timer, budget, say)
+    budget.max_seconds = settings.max_seconds
     by_load = choose_by_load(measured, choice, loads, timer, budget, say)
     measurements, _ = measured.by_rule(choice.rule)
     spent = {**budget.report(), "timed_again": timed_again}
@@ -165,7 +170,10 @@ def plan_loaded(
             for candidate in others
         ),
         by_load=tuple(load.planned() for load in by_load),
-        explanation=explain(choice, measurements, spent, loads_compared(by_load)),
+        by_context=tuple(context.planned() for context in by_context),
+        explanation=explain(
+            choice, measurements, spent, loads_compared(by_load), contexts_compared(by_context)
+        ),
     )
     return Planning(planned, choice, measured.measurements)
 

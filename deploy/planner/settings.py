@@ -131,6 +131,11 @@ class PlanSettings(Settings):
         (1, 2, 4, 8, 16),
         description="numbers of sequences at a time, each of which gets a plan; empty: none",
     )
+    contexts: tuple[Count, ...] = Field(
+        (1024, 2048, 4096, 8192),
+        description="tokens of prompt and answer so far, behind each of which one sequence gets a "
+        "plan; empty: none",
+    )
     link: LinkText | None = Field(
         None,
         description="to a target on another host: round trip and bits a second, as in 20ms,100Mbit",

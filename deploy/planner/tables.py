@@ -32,6 +32,7 @@ def tables_of(explanation: dict[str, Any]) -> list[Table]:
         _rule_table(explanation),
         _window_table(explanation),
         _load_table(explanation),
+        _context_table(explanation),
         _pass_table(explanation),
         _kept_table(explanation),
         _candidates_table(explanation),
@@ -193,6 +194,21 @@ def _load_table(explanation: dict[str, Any]) -> Table:
         ["sequences", "tokens/s", "target alone", "plan of 1", "plan"],
         rows,
         ("Tokens/s of all sequences; of the target alone, and of the plan of one sequence.",),
+        wraps=True,
+    )
+
+
+def _context_table(explanation: dict[str, Any]) -> Table:
+    rows = []
+    for context in explanation["contexts"]:
+        seconds = ("seconds_per_token", "seconds_of_target_alone", "seconds_of_plan_of_short")
+        each = (_milliseconds(context[key], 1) for key in seconds)
+        rows.append([f"{context['tokens']:,}", *each, f"{context['members']}; {context['shape']}"])
+    return Table(
+        "Best plan by tokens of context",
+        ["tokens", "ms a token", "target alone", "plan of short", "plan"],
+        rows,
+        ("Of the target alone, and of the plan that is the fastest behind the planning prompts.",),
         wraps=True,
     )
 

@@ -44,8 +44,8 @@ class Host(Protocol):
     def noise(self, request: Request) -> Noise | None:
         """That its members draw with."""
 
-    def plan_now(self, request: Request) -> Plan:
-        """The plan of the present load."""
+    def plan_now(self, request: Request, num_tokens: int) -> Plan:
+        """The plan of the present load behind so many tokens."""
 
     def reap(self) -> None:
         """Free the sequences of requests that are over."""
@@ -167,17 +167,23 @@ class ActiveSequence:
         self.slot.is_free = True
 
     def _answer(self) -> Passes[None]:
-        request, engine = self.request, self._engine
+        request = self.request
+        if request.follows_plans:
+            self.request = replace(request, plan=self._plan_now())
         self._make_stages()
         stopped_by = yield from self._prefill()
         self._prefill_seconds = time.perf_counter() - self._begin
         while stopped_by is None:
-            if request.follows_load and (plan := engine.plan_now(request)) != self.request.plan:
+            if request.follows_plans and (plan := self._plan_now()) != self.request.plan:
                 yield from self._change(plan)
             stopped_by = self._take((yield from self._stages[0].propose(1, self._num_left)))
         if request.text is not None and (rest := request.text.finish()):
             self.pieces.append(Piece(rest, [], [], []))
         self._statistics = self._cost(stopped_by)
+
+    def _plan_now(self) -> Plan:
+        num_tokens = len(self.request.token_ids) + self._num_tokens
+        return self._engine.plan_now(self.request, num_tokens)
 
     @property
     def _num_left(self) -> int:

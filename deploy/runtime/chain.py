@@ -69,8 +69,8 @@ class Chain:
         self.tokenizer, self.engine = tokenizer, engine
         self.stop_tokens, self.default_sampling = stop_tokens, default_sampling
         self.memory = memory
-        if any(measured.by_load for measured in measured_plans.plans):
-            engine.plan_of_load = measured_plans.of_load
+        if any(measured.by_load or measured.by_context for measured in measured_plans.plans):
+            engine.measured_plan = measured_plans.now
 
     def __enter__(self) -> Self:
         return self
@@ -342,9 +342,9 @@ class Chain:
             constraint = self.vocabulary.constraint(
                 grammar, len(token_ids), overwrites=logprobs is None
             )
-        follows_load = is_default and self.engine.plan_of_load is not None
+        follows_plans = is_default and self.engine.measured_plan is not None
         if not sampling.is_greedy and plan.rule != "coupled":
-            follows_load = False
+            follows_plans = False
         request = replace(
             request,
             constraint=constraint,
@@ -352,8 +352,8 @@ class Chain:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             reuses=True,
-            follows_load=follows_load,
-            kept_drafter=self._kept_drafter(plan) if follows_load else None,
+            follows_plans=follows_plans,
+            kept_drafter=self._kept_drafter(plan) if follows_plans else None,
         )
         self.engine.check(request)
         return request

@@ -67,8 +67,8 @@ class Engine:
             where that changes no bit of an answer.
 
     Attributes:
-        plan_of_load: the plan of requests that follow the load, by the number of sequences and the
-            temperature.
+        measured_plan: the plan of requests that follow load and context, by the number of
+            sequences, the tokens so far and the temperature.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Engine:
         self.models = models
         self.graphs = Graphs(models.device, graphs)
         self.context_tokens = models.context_tokens
-        self.plan_of_load: Callable[[int, float], Plan] | None = None
+        self.measured_plan: Callable[[int, int, float], Plan] | None = None
         if sequences is None:
             sequences = 1 if models.run_on_device else SEQUENCES_BY_DEFAULT
         captures = models.run_on_device and sequences == 1
@@ -196,11 +196,15 @@ class Engine:
         """Sequences that have not ended."""
         return sum(not sequence.is_over for sequence in self._running)
 
-    def plan_now(self, request: Request) -> Plan:
-        """The plan of the present load for a request that follows it."""
-        assert self.plan_of_load is not None, "no plans by load"
+    def plan_now(self, request: Request, num_tokens: int) -> Plan:
+        """The plan for a request that follows load and context.
+
+        Args:
+            num_tokens: of its prompt and answer so far.
+        """
+        assert self.measured_plan is not None, "no plans by load or context"
         temperature, rule = request.sampling.temperature, request.plan.rule
-        plan = self.plan_of_load(self.num_running, temperature)
+        plan = self.measured_plan(self.num_running, num_tokens, temperature)
         return plan if plan.rule == rule else plan.model_copy(update={"rule": rule})
 
     @torch.inference_mode()

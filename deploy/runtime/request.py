@@ -29,7 +29,7 @@ class Request:
             None gives none.
         prompt_logprobs: the same of the prompt's tokens.
         reuses: whether what was read for earlier requests need not be read again.
-        follows_load: whether the engine's plan of the load replaces `plan` between rounds.
+        follows_plans: whether the engine's plan of load and context replaces `plan` between rounds.
         kept_drafter: a drafter that observes while the plan has none.
         history: that is copied from, and learns the sequence at its end.
     """
@@ -44,7 +44,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     reuses: bool = False
-    follows_load: bool = False
+    follows_plans: bool = False
     kept_drafter: str | None = None
     history: History | None = None
 

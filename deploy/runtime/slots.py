@@ -186,6 +186,17 @@ class Slot:
             drafter.rewind(num_held if observed is None else min(observed, num_held))
         self.tokens = tokens
 
+    def fill_unread(self, tokens: list[int]) -> None:
+        """Hold tokens that nothing has read: what costs depend on is their number.
+
+        Afterwards it is to be cleared.
+        """
+        for cache in self.caches.values():
+            cache.fill(len(tokens))
+        for drafter in self.drafters.made:
+            drafter.fill(len(tokens))
+        self.tokens = tokens
+
     def clear(self) -> None:
         """Forget all tokens."""
         self.hold([], 0)

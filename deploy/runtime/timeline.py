@@ -169,7 +169,7 @@ def timeline(engine: Engine, request: Request, memory: Memory) -> Timeline:
         )
     if engine.models.remote is not None:
         raise UserError("target is elsewhere", "timeline", "time where all members are")
-    request = replace(request, sampling=request.sampling.seeded(), follows_load=False)
+    request = replace(request, sampling=request.sampling.seeded(), follows_plans=False)
     stages, drafter = engine.stages(request)
     watch = _Watch(engine.models.device, bytes_read(engine, memory))
     if isinstance(drafter, NgramDrafter):

@@ -88,7 +88,7 @@ def traced(engine: Engine, request: Request) -> Iterator[tuple[list[int], list[T
         return stage
 
     # log-probabilities are computed on the host, where rounds can be looked at
-    request = replace(request, sampling=request.sampling.seeded(), logprobs=0, follows_load=False)
+    request = replace(request, sampling=request.sampling.seeded(), logprobs=0, follows_plans=False)
     (root, *_), _ = engine.stages(request, make)
     began = time.perf_counter()
     for tokens, _ in rounds_of(root, request):

@@ -173,7 +173,7 @@ def _plan(conversation: Conversation, _: str) -> None:
     if members is not None:
         plan = chain.plan_of(members, temperature)
     elif chain.measured_plans.plans:
-        plan = chain.measured_plans.of_load(1, temperature)
+        plan = chain.measured_plans.now(1, 1, temperature)
     else:
         plan = chain.plan
     verifying = [member.name for member in chain.manifest.verifying]

@@ -6,6 +6,7 @@ host does for them. Each of them bears an equal share of the step.
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -44,9 +45,31 @@ class LoadTimer:
             return slots.most
         return min(slots.most, len(slots.made) + available // slots.first.num_bytes)
 
+    @property
+    def most_context(self) -> int:
+        """Tokens of a context that leaves room for rounds; 0 where caches lie elsewhere, or rounds
+        stay on a device."""
+        models = self._engine.models
+        if models.leader is not None or models.remote is not None or self._engine.captures_rounds:
+            return 0
+        return self._engine.context_tokens - MAX_NEW_TOKENS
+
     def __call__(self, plan: Plan, sequences: int, costs: RoundCosts) -> None:
         """Answer so many prompts at a time, without an end, until there were enough rounds."""
         prompts = islice(cycle(example.prompt for example in self._calibration.answered), sequences)
+        self._time(plan, list(prompts), costs)
+
+    def behind(self, tokens: int, plan: Plan, costs: RoundCosts) -> None:
+        """The same of one sequence behind so many tokens, which nothing has read."""
+        context = list(islice(cycle(self._calibration.answered[0].prompt), tokens))
+        slot = self._engine.slots.first
+        slot.drafters.of(plan)  # made before it is filled
+        slot.fill_unread(context)
+        self._time(plan, [context], costs)
+        slot.clear()
+
+    def _time(self, plan: Plan, prompts: Sequence[list[int]], costs: RoundCosts) -> None:
+        sequences = len(prompts)
         running = [self._begin(prompt, plan) for prompt in prompts]
         try:
             while not all(sequence.pieces for sequence in running):

@@ -6,7 +6,7 @@ each is a sample of the target's law, too, and serves for rules that draw indepe
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
@@ -36,6 +36,8 @@ BLOCK_TOKENS = 16
 """Tokens that a model with a shared cache reads after the rows of the model above."""
 OWN_TEXT_TREE = Tree(depth=5, top_k=2, rows=8)
 """Shape of the drafts for an intermediate's own text where it leaves the answer."""
+ANSWERED_TOGETHER = 8
+"""Prompts at a time: a pass over so many rows costs little more than one over a single row."""
 MIN_TOKENS = 8
 """Answers are not cut shorter than this."""
 ANSWERS_SHARE, TRACES_SHARE, COSTS_SHARE = 0.2, 0.6, 0.85
@@ -169,17 +171,22 @@ def answer_prompts(
     """
     say("plan: the target answers the calibration prompts")
     num_tasks = len({task for task, _ in prompts})
+    most = min(ANSWERED_TOGETHER, engine.slots.most)
+    groups = [prompts[first : first + most] for first in range(0, len(prompts), most)]
+    what = "prompts" if most == 1 else f"groups of {most} prompts"
+    target = next(iter(engine.verifiers))
+    plan = Plan(members=(target,), tree=Tree(depth=1, top_k=1, rows=2))
     answered: list[CalibrationPrompt] = []
-    for task, prompt in budget.within(prompts, ANSWERS_SHARE, "prompts", num_tasks):
-        answer: list[int] = []
-        for token in _answer(engine, prompt, stop_tokens, max_new_tokens, sampling):
-            answer.append(token)
-            if len(answer) >= MIN_TOKENS and not budget.left(ANSWERS_SHARE):
-                break
-        is_cut = len(answer) < max_new_tokens and answer[-1] not in stop_tokens
-        if len(answer) > 1:
-            max_tokens = len(answer) if is_cut else max_new_tokens
-            answered.append(CalibrationPrompt(task, prompt, answer, max_tokens))
+    for group in budget.within(groups, ANSWERS_SHARE, what, -(-num_tasks // most)):
+        requests = [
+            Request(prompt, max_new_tokens, sampling, stop_tokens, plan) for _, prompt in group
+        ]
+        answers = _answers(engine, requests, lambda: not budget.left(ANSWERS_SHARE))
+        for (task, prompt), answer in zip(group, answers, strict=True):
+            is_cut = len(answer) < max_new_tokens and answer[-1] not in stop_tokens
+            if len(answer) > 1:
+                max_tokens = len(answer) if is_cut else max_new_tokens
+                answered.append(CalibrationPrompt(task, prompt, answer, max_tokens))
     return Calibration(engine, answered, stop_tokens, sampling, grid, rules)
 
 
@@ -258,18 +265,28 @@ def _affordable(calibration: Calibration, budget: Budget, share: float) -> list[
     return [example.cut(most) for example in answered]
 
 
-def _answer(
-    engine: Engine,
-    prompt: list[int],
-    stop_tokens: frozenset[int],
-    max_new_tokens: int,
-    sampling: Sampling,
-) -> Iterator[int]:
-    target = next(iter(engine.verifiers))
-    plan = Plan(members=(target,), tree=Tree(depth=1, top_k=1, rows=2))
-    request = Request(prompt, max_new_tokens, sampling, stop_tokens, plan)
-    for new_tokens in engine.run(request):
-        yield from new_tokens
+def _answers(
+    engine: Engine, requests: Sequence[Request], is_late: Callable[[], bool]
+) -> list[list[int]]:
+    """The answers to several requests at a time, cut where it is late and each has begun."""
+    running = [engine.begin(request, runs_ahead=True) for request in requests]
+    answers: list[list[int]] = [[] for _ in running]
+    try:
+        while engine.step():
+            for answer, sequence in zip(answers, running, strict=True):
+                if sequence.error is not None:
+                    raise sequence.error
+                answer += [token for piece in sequence.take() for token in piece.token_ids]
+            are_begun = all(
+                len(answer) >= MIN_TOKENS or sequence.is_over
+                for answer, sequence in zip(answers, running, strict=True)
+            )
+            if are_begun and is_late():
+                break
+    finally:
+        for sequence in running:
+            sequence.close()
+    return answers
 
 
 def _cache_owner(engine: Engine, name: str) -> str:

@@ -115,6 +115,10 @@ class ExpandingDrafter(ABC):
         """
         self.cache.copy_from(other.cache, max(num_tokens - self.lag, 0))
 
+    def fill(self, num_tokens: int) -> None:
+        """Hold so many tokens, which nothing has read, see `Slot.fill_unread`."""
+        self.cache.fill(num_tokens - self.lag)
+
     @property
     @abstractmethod
     def num_observed(self) -> int | None:

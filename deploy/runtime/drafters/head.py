@@ -47,6 +47,10 @@ class EagleDrafter(ExpandingDrafter):
         self.observed.truncate(0)
         self.observed.append(other.observed.inputs[: min(num_tokens, other.observed.length)])
 
+    def fill(self, num_tokens: int) -> None:
+        super().fill(num_tokens)
+        self.observed.length = num_tokens
+
     def begin(self, tokens: list[int]) -> int:
         assert self.observed.length == len(tokens) - 1 >= 1
         return super().begin(tokens)

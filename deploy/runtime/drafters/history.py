@@ -109,12 +109,12 @@ class History:
             return longest, found
         last, held = self._last, self._tokens
         place = self._latest[_hash(tokens, len(tokens)) & last]
-        oldest = max(self._num - (last + 1) + _MAX_MATCH, 0)
+        first = max(self._num - (last + 1), 0)
         for _ in range(_MAX_PLACES):
-            if place <= oldest:
+            if place <= first:
                 break
             length = 0
-            most = min(_MAX_MATCH, len(tokens))
+            most = min(_MAX_MATCH, len(tokens), place - first)
             while length < most and held[(place - 1 - length) & last] == tokens[-1 - length]:
                 length += 1
             if length > longest:

@@ -93,6 +93,11 @@ class KeyValueCache:
         self.length = min(num_rows, other.length)
         self.block[:, :, : self.length] = other.block[:, :, : self.length]
 
+    def fill(self, length: int) -> None:
+        """Commit so many rows, which then hold zeros, written, so that they lie in memory."""
+        self.block[:, :, :length] = 0
+        self.length = length
+
     def truncate(self, length: int) -> None:
         """Drop all rows from `length` on."""
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"

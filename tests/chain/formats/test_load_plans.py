@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.card import record_plan
+from polybasic.chain.formats.card import record_plan, shown_contexts
 from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.manifest import read_manifest
-from polybasic.chain.formats.plan import LoadPlan, MeasuredPlan, Plan, Tree
+from polybasic.chain.formats.plan import ContextPlan, LoadPlan, MeasuredPlan, Plan, Tree
 
 ALONE = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=2))
 
@@ -44,9 +44,48 @@ def by_load(**plans: Plan) -> MeasuredPlan:
 def test_a_number_of_sequences_gets_the_plan_of_the_next_load() -> None:
     plans = by_load(_1=drafting(8), _4=drafting(4), _8=ALONE)
     expected = {0: 8, 1: 8, 2: 4, 3: 4, 4: 4, 5: 2, 8: 2, 9: 2, 500: 2}
-    assert {active: plans.of_load(active).tree.rows for active in expected} == expected
-    assert all(plans.of_load(active) == ALONE for active in range(5, 40)), "it did not pay at 8"
-    assert measured().of_load(7) == drafting(8)
+    assert {active: plans.now(active, 1).tree.rows for active in expected} == expected
+    assert all(plans.now(active, 9) == ALONE for active in range(5, 40)), "it did not pay at 8"
+    assert measured().now(7, 1) == drafting(8)
+
+
+def behind(**plans: Plan) -> tuple[ContextPlan, ...]:
+    return tuple(
+        ContextPlan(tokens=int(tokens[1:]), plan=plan, seconds_per_token=0.001)
+        for tokens, plan in plans.items()
+    )
+
+
+def test_a_context_gets_the_plan_of_the_nearest_one_by_ratio() -> None:
+    contexts = behind(_100=drafting(8), _1000=drafting(4), _4000=ALONE)
+    plans = by_load(_1=drafting(8), _2=drafting(3)).model_copy(update={"by_context": contexts})
+    expected = {1: 8, 316: 8, 317: 4, 1999: 4, 2001: 2, 4000: 2, 100_000: 2}
+    assert {tokens: plans.now(1, tokens).tree.rows for tokens in expected} == expected
+    assert plans.now(0, 500) == drafting(4)
+    # what a row costs grows with the load, too
+    assert {tokens: plans.now(2, tokens).tree.rows for tokens in (1, 500, 5000)} == {
+        1: 3, 500: 3, 5000: 2,
+    }  # fmt: skip
+    with pytest.raises(ValidationError, match="by_context must have increasing numbers of tokens"):
+        MeasuredPlan.model_validate(
+            plans.model_dump() | {"by_context": [plan.model_dump() for plan in contexts[::-1]]}
+        )
+
+
+def test_plans_by_context_are_recorded_and_shown(tiny_chain: Path) -> None:
+    contexts = behind(_100=drafting(8), _1000=drafting(8), _4000=drafting(4), _16000=ALONE)
+    plans = measured().model_copy(update={"by_context": contexts})
+    record_plan(tiny_chain, plans)
+    assert read_manifest(tiny_chain).plans == (plans,)
+    shown = (
+        "at once: target → draft (depth 2, top 2, 8 rows); from 2,000 tokens on: target → draft "
+        "(depth 2, top 2, 4 rows); from 8,000 tokens on: target"
+    )
+    assert f"by context: {shown}." in (tiny_chain / "README.md").read_text("utf-8")
+    console = Console(width=400, record=True)
+    print_chain(describe_chain(tiny_chain), console)
+    assert f"by context: {shown}\n" in console.export_text()
+    assert shown_contexts(measured(), ["target"]) == ""
 
 
 def test_plans_by_load_are_recorded_and_read(tiny_chain: Path) -> None:
@@ -77,7 +116,7 @@ def test_a_plan_by_load_that_cannot_run_is_refused(tiny_chain: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"plan": ALONE.model_copy(update={"rule": "block"})}, "needs the rule coupled, not block"),
+        ({"plan": ALONE.model_copy(update={"rule": "block"})}, "must be coupled, not block"),
         ({"sequences": 0}, "greater than or equal to 1"),
         ({"sequences": 1}, r"increasing numbers of sequences, not \[1, 1\]"),
         ({"seconds_per_token": 0.0}, "greater than 0"),

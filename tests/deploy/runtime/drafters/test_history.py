@@ -31,6 +31,11 @@ def test_probable_continuations_are_drafted_the_most_probable_first() -> None:
     for last in (7, 8):
         history.add([*range(10, 18), last])
     assert history.drafted([*range(10, 18)], 8, 16) == DraftTree([17, 8, 7], [-1, 0, 0], "")
+    # full to the last token, from the first one on
+    full = History(16)
+    full.add([*range(15)])
+    assert len(full) == 16
+    assert full.drafted([0, 1, 2], 1, 16) == DraftTree([2, 3], [-1, 0], "")
     # too short a match, or none, or nothing after it
     for tokens in ([3, 4], [9, 3, 4], [4, 8, 6], []):
         assert history.drafted(tokens, 8, 16) is None

@@ -34,9 +34,9 @@ in_both = pytest.mark.parametrize("loaded", ["bfloat16", "float32"], indirect=Tr
 
 
 def changing(plans: list[Plan]) -> Any:
-    """A plan for each round, whatever the load."""
+    """A plan for each round, whatever the load and the context."""
     places = count()
-    return lambda active, temperature: plans[next(places) % len(plans)]
+    return lambda *_: plans[next(places) % len(plans)]
 
 
 @in_both
@@ -46,7 +46,7 @@ def test_sixty_four_sequences_answer_as_each_alone(folder: Path, chain: Chain) -
     expected = alone(single, asked)
     assert in_company(chain, asked) == expected
     # once more, over the caches of other answers, by plans that change from round to round
-    chain.engine.plan_of_load = changing(PLANS)
+    chain.engine.measured_plan = changing(PLANS)
     assert in_company(chain, asked[::-1], seed=2) == expected[::-1]
 
 
@@ -134,7 +134,7 @@ def test_passes_are_counted_while_an_answer_is_made(
     chain: Chain, monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
     if changes:
-        monkeypatch.setattr(chain.engine, "plan_of_load", changing(PLANS))
+        monkeypatch.setattr(chain.engine, "measured_plan", changing(PLANS))
     options: dict[str, Any] = {} if changes else {"plan": PLANS[5]}
     live = chain.begin([1, 2, 3], max_new_tokens=30, **options)
     counted: list[dict[str, int]] = []
