@@ -209,12 +209,13 @@ def _insertions(report: Report) -> Plot:
             style,
             style.colour if speedup.is_conclusive else colour(PAPER),
         )
+        is_left = inserted.left < high / 2
         axes.annotate(
-            f"{_short(inserted.member, 14)}: {shown_times(speedup.value)}x",
+            f"{_short(inserted.member, 24)}: {shown_times(speedup.value)}x",
             (inserted.left, inserted.right),
-            (-6, 3),
+            (6 if is_left else -6, 3),
             textcoords="offset points",
-            ha="right",
+            ha="left" if is_left else "right",
         )
     axes.set_xlabel("T_new / T_i")
     axes.set_ylabel("L_new (1 / L_i - 1 / L_i_new)")
