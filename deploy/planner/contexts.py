@@ -79,11 +79,11 @@ def choose_by_context(
         In increasing order, the first of them for the planning prompts; none where there is nothing
         to choose or no time.
     """
-    if not contexts:
+    examples = measured.calibration.answered
+    if not contexts or not examples:
         return []
     choice = repeatable_choice(measured, choice)
     best = choice.best
-    examples = measured.calibration.answered
     near_tokens = sum(map(len, examples)) // len(examples)
     further = sorted(tokens for tokens in set(contexts) if tokens > near_tokens)
     timed_tokens = min(further[-1], timer.most_context) if further else 0
@@ -97,7 +97,9 @@ def choose_by_context(
     for plan in budget.within(shapes_to_time(parts, base), 1, "timings behind a long context"):
         timer(plan, 1, near)
         timer.behind(timed_tokens, plan, far)
-    if base.target not in far.passes():
+    behind = at_context(base, near, far, 1)
+    if not set(best.names) <= behind.passes.keys() | behind.drafts.keys():
+        budget.leave_out("plans behind long contexts")
         return []
     grid = narrower(measured.calibration.grid, best.plan.tree.rows)
     simulator = Simulator(base)

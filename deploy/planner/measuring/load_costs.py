@@ -65,8 +65,10 @@ class LoadTimer:
         slot = self._engine.slots.first
         slot.drafters.of(plan)  # made before it is filled
         slot.fill_unread(context)
-        self._time(plan, [context], costs)
-        slot.clear()
+        try:
+            self._time(plan, [context], costs)
+        finally:
+            slot.clear()
 
     def _time(self, plan: Plan, prompts: Sequence[list[int]], costs: RoundCosts) -> None:
         sequences = len(prompts)

@@ -98,6 +98,13 @@ def test_nothing_is_chosen_where_there_is_no_room_or_no_time() -> None:
     assert [context.tokens for context in found] == [4, 1000]
 
 
+def test_nothing_is_chosen_where_a_member_was_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundCosts, "drafts", lambda costs: {})
+    budget = Budget(math.inf)
+    assert found_by(8000, (1000,), budget) == []
+    assert budget.left_out == ["plans behind long contexts"]
+
+
 def test_plans_by_context_are_shown_in_eighty_columns() -> None:
     measured = measured_on(attends(0))
     choice = choose_plan(measured.measurements, GRID)
