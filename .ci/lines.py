@@ -13,21 +13,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 28_850,
-    "deploy": 30_910,
+    "chain": 28_990,
+    "deploy": 30_911,
     "quantize": 1_400,
     "recipes": 7_700,
     "train": 8_600,
-    "benchmarks": 8_460,
+    "benchmarks": 8_470,
     "tests": 63_400,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""
 CROWDED = {
-    "chain/formats": 35,
     "chain/kernels/cpu/source": 33,
     "chain/kernels/cuda": 21,
-    "recipes/cli": 25,
 }
 
 

@@ -19,7 +19,7 @@ from command import ScriptReport, begin, load, options, positive, run
 from end_to_end import HERE, SystemTimes, measure_end_to_end, speedup
 from systems import QUESTIONS_PER_TASK, read_prompts, shown_plan, system_plans
 
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.plan import Plan, Window
 from polybasic.deploy import Chain
 

@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.checkpoints.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
 from polybasic.chain.formats.plan import Rule
-from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
 from polybasic.chain.kernels.cpu.library import FixedTensors
 from polybasic.chain.kernels.cuda.executor import CudaExecutor
 from polybasic.chain.kernels.rotary import RotaryTable

@@ -14,7 +14,7 @@ from products import SHAPES
 from systems import prompts_of_length, system_plans
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import Chain, load_chain

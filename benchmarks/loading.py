@@ -20,10 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE, quantization_config
+from polybasic.chain.formats.checkpoints.shapes import (
+    expected_shapes,
+    num_parameters,
+    tensor_headers,
+)
 from polybasic.chain.formats.files import write_json
-from polybasic.chain.formats.quantization import GROUP_SIZE, quantization_config
-from polybasic.chain.formats.shapes import expected_shapes, num_parameters, tensor_headers
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.reference import load_reference_model

@@ -35,10 +35,10 @@ from torch import Tensor
 from traffic import linear_bytes
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import QuantizedWeight, cpu_int4_weight, dequantize
-from polybasic.chain.formats.block_types import BLOCK_TYPES, NESTED, BlockType
-from polybasic.chain.formats.blocks import BlockWeight
-from polybasic.chain.formats.quantization import GROUP_SIZE
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, NESTED, BlockType
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.selection import backend_for

@@ -8,7 +8,7 @@ import time
 from command import begin, device_of, options, positive, run
 from measuring import Spread
 
-from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.deploy.runtime.answering import LoneTarget
 from polybasic.deploy.runtime.rounds.warping import Sampling
 

@@ -11,10 +11,19 @@ whole model is small enough, and its passes then take less than their bound.
 from dataclasses import dataclass, replace
 from math import prod
 
-from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.formats.manifest import Kind
-from polybasic.chain.formats.names import Shape, layer_norms, linear_shapes, required_biases
-from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE, largest_group_size
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.kinds import Kind
+from polybasic.chain.formats.checkpoints.names import (
+    Shape,
+    layer_norms,
+    linear_shapes,
+    required_biases,
+)
+from polybasic.chain.formats.checkpoints.quantization import (
+    DRAFT_GROUP_SIZE,
+    GROUP_SIZE,
+    largest_group_size,
+)
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.rows import seen_from
 from polybasic.chain.kernels.selection import backend_for

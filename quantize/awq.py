@@ -8,12 +8,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.quantization import quantization_config
+from polybasic.chain.formats.checkpoints.writing_checkpoints import write_checkpoint
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import origin_of_copy
 from polybasic.chain.formats.origin import ORIGIN_KEY
-from polybasic.chain.formats.quantization import quantization_config
-from polybasic.chain.formats.writing_checkpoints import write_checkpoint
 from polybasic.quantize.calibration import calibration_samples
 from polybasic.quantize.limits import check_quantizable
 from polybasic.quantize.models import load_target

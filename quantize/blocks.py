@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.block_types import BLOCK_TYPES, typed_name
-from polybasic.chain.formats.blocks import BlockWeight
-from polybasic.chain.formats.checkpoint import load_tensors, stored_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, typed_name
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, stored_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.writing_checkpoints import write_checkpoint
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import origin_of_copy
 from polybasic.chain.formats.origin import ORIGIN_KEY
-from polybasic.chain.formats.writing_checkpoints import write_checkpoint
 from polybasic.chain.progress import tracked
 from polybasic.quantize.limits import check_rows
 

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import packed_weight
-from polybasic.chain.formats.checkpoint import copy_checkpoint, load_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.awq import packed_weight
+from polybasic.chain.formats.checkpoints.checkpoint import copy_checkpoint, load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.writing_checkpoints import write_checkpoint
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, weights_digest
 from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
-from polybasic.chain.formats.writing_checkpoints import write_checkpoint
 from polybasic.chain.progress import ProgressReport
 from polybasic.quantize.awq import check_token_ids
 from polybasic.quantize.limits import check_context

@@ -1,11 +1,11 @@
 """Which models get a 4-bit copy, and in which groups of inputs. No torch in here."""
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import GROUP
-from polybasic.chain.formats.config import ConfigFile
+from polybasic.chain.formats.checkpoints.block_types import GROUP
+from polybasic.chain.formats.checkpoints.config import ConfigFile
+from polybasic.chain.formats.checkpoints.names import linear_shapes
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZES, largest_group_size
 from polybasic.chain.formats.families.table import FAMILIES
-from polybasic.chain.formats.names import linear_shapes
-from polybasic.chain.formats.quantization import GROUP_SIZES, largest_group_size
 from polybasic.quantize.settings import GroupSize, QuantizeSettings
 
 _OUT_MULTIPLE = 32  # for autoawq's packing; the format itself needs a multiple of 8

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.formats.quantization import BITS
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight
+from polybasic.chain.formats.checkpoints.quantization import BITS
 from polybasic.quantize.settings import DistillSettings
 
 try:
@@ -85,7 +85,7 @@ class _Rounded(torch.autograd.Function):
     def forward(ctx: Any, positions: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
         is_inside = (positions >= -0.5) & (positions <= _LARGEST_CODE + 0.5)
         ctx.save_for_backward(is_inside, scales)
-        # the operations of `chain.formats.awq.dequantize`, in the same order
+        # the operations of `chain.formats.checkpoints.awq.dequantize`, in the same order
         return (_codes(positions) - zeros) * scales
 
     @staticmethod

@@ -24,14 +24,14 @@ import torch
 from safetensors.torch import save_file
 
 from polybasic.chain.caching import CACHE_VARIABLE, cache_folder
-from polybasic.chain.formats.awq import round_to_nearest
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.awq import round_to_nearest
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE, quantization_config
 from polybasic.chain.formats.lineage import origin_of_copy, weights_digest
 from polybasic.chain.formats.manifest import Manifest, Provenance
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.formats.plan import Flush, Plan, Tree
-from polybasic.chain.formats.quantization import GROUP_SIZE, quantization_config
 from polybasic.deploy.runtime.engine import Engine
 from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.noise import Noise

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.shapes import expected_shapes
 from polybasic.chain.formats.extensions import offered
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.heads.eagle_config import eagle_config
 
 FAMILY = "[polybasic.families]\ntoy = toy.family:FAMILY\n"

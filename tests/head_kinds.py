@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.formats.config import head_config, read_config
-from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.formats.checkpoints.config import head_config, read_config
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables
+from polybasic.chain.formats.checkpoints.shapes import expected_shapes
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.head_kinds.early_exit import early_exit_config
 from polybasic.chain.formats.head_kinds.steering import steering_config
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.heads.dflash import dflash_config
 from polybasic.chain.heads.eagle_config import block_config, eagle3_config
 from polybasic.chain.heads.medusa import medusa_config

@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import (
+from polybasic.chain.formats.checkpoints.checkpoint import (
     TOKENIZER_FILES,
     checkpoint_files,
     copy_files,
     model_files,
     read_tensors,
 )
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.files import read_json, sha256_of_file, whole_folder
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.model.reference import load_reference_model, quiet_transformers

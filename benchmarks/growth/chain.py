@@ -13,21 +13,22 @@ from torch import Tensor
 from growth.model import GrownWeights, Growth, Placing
 from growth.shapes import GrownShape, check_family
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import QuantizedWeight
 from polybasic.chain.formats.card import write_card
-from polybasic.chain.formats.checkpoint import copy_files, model_files, weight_files
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight
+from polybasic.chain.formats.checkpoints.checkpoint import copy_files, model_files, weight_files
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables, draft_token_ids
+from polybasic.chain.formats.checkpoints.kinds import is_head
+from polybasic.chain.formats.checkpoints.names import DRAFT_TABLES
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE
+from polybasic.chain.formats.checkpoints.shapes import num_parameters, tensor_headers
 from polybasic.chain.formats.files import sha256_of_file, whole_folder, write_json
 from polybasic.chain.formats.head_kinds.table import KIND_KEY
 from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, TRAINED_FOR_KEY, verifier_of
-from polybasic.chain.formats.manifest import Manifest, Member, Reference, is_head, write_manifest
-from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.manifest import Manifest, Member, Reference, write_manifest
 from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
 from polybasic.chain.formats.package import refuse_replacing
-from polybasic.chain.formats.quantization import GROUP_SIZE
-from polybasic.chain.formats.shapes import num_parameters, tensor_headers
 from polybasic.chain.formats.verify import CheckedChain, check_chain, check_fit
 from polybasic.chain.model.stored import StoredTensors
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from growth.shapes import GrownShape, check_sizes, num_kv_copies
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import CODES_PER_WORD, QuantizedWeight
-from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.formats.quantization import GROUP_SIZE
+from polybasic.chain.formats.checkpoints.awq import CODES_PER_WORD, QuantizedWeight
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE
 
 _CPU = torch.device("cpu")
 NOWHERE = -1

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import Any
 import yaml
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.kinds import is_head
 from polybasic.chain.formats.files import whole_file
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import (
     Manifest,
     Member,
     check_plan,
-    is_head,
     read_manifest,
     write_manifest,
 )

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from polybasic.chain.formats.bare import bare_chain
-from polybasic.chain.formats.checkpoint import folder_with, split_hub_id
+from polybasic.chain.formats.checkpoints.checkpoint import folder_with, split_hub_id
+from polybasic.chain.formats.checkpoints.hub import snapshot
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.files import lies_anywhere
 from polybasic.chain.formats.gguf.finding import names_gguf
-from polybasic.chain.formats.hub import snapshot
 from polybasic.chain.formats.manifest import MANIFEST_NAME
-from polybasic.chain.formats.models import resolve_model
 
 
 def resolve_chain(reference: str, revision: str | None = None) -> Path:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import WEIGHT_SUFFIXES, weight_files
-from polybasic.chain.formats.config import ConfigFile, read_config
+from polybasic.chain.formats.checkpoints.checkpoint import WEIGHT_SUFFIXES, weight_files
+from polybasic.chain.formats.checkpoints.config import ConfigFile, read_config
+from polybasic.chain.formats.checkpoints.kinds import Kind, is_head
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object, write_json
 from polybasic.chain.formats.head_kinds.steering import STEERED_KEY
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.formats.manifest import Kind, Member, is_head
+from polybasic.chain.formats.manifest import Member
 from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY, recorded
 
 TRAINED_FOR_KEY = "target_sha256"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS, Kind
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
-from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.plan import MeasuredPlan, Name, Plan, PlansByTemperature
 from polybasic.chain.settings import Settings
 
@@ -25,29 +25,11 @@ removes it."""
 Role = Literal["target", "intermediate", "drafter"]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
-MODEL_KINDS = ("awq", "decoder")
-"""Whole models, in 4 bits and as they are; all other kinds are draft heads."""
 _KINDS_OF_ROLE: dict[Role, tuple[str, ...]] = {
     "target": MODEL_KINDS,
     "intermediate": MODEL_KINDS,
 }
 """Drafters are of all kinds."""
-
-
-def is_head(kind: str) -> bool:
-    """Whether members of a kind are draft heads, which read their verifier's states."""
-    return kind not in MODEL_KINDS
-
-
-def _known(kind: str) -> str:
-    if is_head(kind) and kind not in HEAD_KINDS:
-        known = ", ".join((*MODEL_KINDS, *HEAD_KINDS))
-        raise ValueError(f"known kinds: {known}; others come with the package that adds them")
-    return kind
-
-
-Kind = Annotated[str, AfterValidator(_known)]
-"""One of `MODEL_KINDS` or of `HEAD_KINDS`."""
 
 
 class Reference(Settings):

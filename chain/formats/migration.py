@@ -8,7 +8,7 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import write_card
-from polybasic.chain.formats.checkpoint import WEIGHT_SUFFIXES
+from polybasic.chain.formats.checkpoints.checkpoint import WEIGHT_SUFFIXES
 from polybasic.chain.formats.files import (
     read_json,
     sha256_of_file,

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import write_card
-from polybasic.chain.formats.checkpoint import (
+from polybasic.chain.formats.checkpoints.checkpoint import (
     checkpoint_files,
     copy_files,
     model_files,
@@ -20,27 +20,26 @@ from polybasic.chain.formats.checkpoint import (
     tokenizer_files,
     weight_files,
 )
-from polybasic.chain.formats.config import ConfigFile, read_config
+from polybasic.chain.formats.checkpoints.config import ConfigFile, read_config
+from polybasic.chain.formats.checkpoints.kinds import Kind, is_head
+from polybasic.chain.formats.checkpoints.shapes import main_dtype, num_parameters, tensor_headers
 from polybasic.chain.formats.files import lies_anywhere, sha256_of_file, whole_folder
 from polybasic.chain.formats.gguf.finding import names_gguf
 from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, find_drafts_for, verifier_of
 from polybasic.chain.formats.manifest import (
     MANIFEST_NAME,
     GGUFOrigin,
-    Kind,
     Manifest,
     Member,
     Provenance,
     Reference,
     Role,
     TokenizerFiles,
-    is_head,
     write_manifest,
 )
 from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY, recorded
 from polybasic.chain.formats.places import command_without_places, without_places
 from polybasic.chain.formats.plan import Plan
-from polybasic.chain.formats.shapes import main_dtype, num_parameters, tensor_headers
 from polybasic.chain.formats.verify import check_fit, check_listed, size_warnings
 
 TARGET_NAME = "target"

@@ -8,7 +8,7 @@ import jinja2
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chat_templates import RejectedMessages, rendered_messages
-from polybasic.chain.formats.config import refuse_remote_code
+from polybasic.chain.formats.checkpoints.config import refuse_remote_code
 from polybasic.chain.formats.files import read_json, whole_folder, write_json
 from polybasic.chain.formats.vocabulary import TOKENIZER_NAME
 

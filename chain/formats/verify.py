@@ -8,14 +8,22 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import WEIGHT_SUFFIXES, model_files, weight_files
-from polybasic.chain.formats.config import (
+from polybasic.chain.formats.checkpoints.checkpoint import (
+    WEIGHT_SUFFIXES,
+    model_files,
+    weight_files,
+)
+from polybasic.chain.formats.checkpoints.config import (
     ConfigFile,
     check_feature_layers,
     read_config,
     refuse_remote_code,
 )
-from polybasic.chain.formats.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.kinds import is_head
+from polybasic.chain.formats.checkpoints.models import resolve_model
+from polybasic.chain.formats.checkpoints.quantization import read_quantization_config
+from polybasic.chain.formats.checkpoints.shapes import check_shapes
 from polybasic.chain.formats.files import lies_anywhere, read_json, sha256_of_file
 from polybasic.chain.formats.head_kinds.early_exit import check_exit_layer
 from polybasic.chain.formats.head_kinds.steering import check_steered
@@ -27,12 +35,8 @@ from polybasic.chain.formats.manifest import (
     Manifest,
     Member,
     Reference,
-    is_head,
     read_manifest,
 )
-from polybasic.chain.formats.models import resolve_model
-from polybasic.chain.formats.quantization import read_quantization_config
-from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.formats.vocabulary import (
     TOKENIZER_NAME,
     check_same_vocabulary,

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import check_feature_layers
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
-from polybasic.chain.formats.draft_vocabulary import IS_DRAFTED, OFFSETS
-from polybasic.chain.formats.names import DRAFT_TABLES
-from polybasic.chain.formats.shapes import expected_shapes
+from polybasic.chain.formats.checkpoints.config import check_feature_layers
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.checkpoints.draft_vocabulary import IS_DRAFTED, OFFSETS
+from polybasic.chain.formats.checkpoints.names import DRAFT_TABLES
+from polybasic.chain.formats.checkpoints.shapes import expected_shapes
 from polybasic.chain.kernels.product_times import DTYPES
 
 EMBEDDING = "embed_tokens.weight"

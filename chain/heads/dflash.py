@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import head_config, read_config
-from polybasic.chain.formats.draft_vocabulary import draft_token_ids
+from polybasic.chain.formats.checkpoints.config import head_config, read_config
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_token_ids
 from polybasic.chain.formats.head_kinds.dflash import (
     BLOCK_SIZE,
     CAUSAL,

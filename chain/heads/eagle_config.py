@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from polybasic.chain.formats.decoder_config import LayerSizes, ModelSizes
+from polybasic.chain.formats.checkpoints.decoder_config import LayerSizes, ModelSizes
 from polybasic.chain.formats.head_kinds.block import MARKOV_RANK, NUM_POSITIONS
 from polybasic.chain.formats.head_kinds.eagle3 import (
     EAGLE3_ARCHITECTURE,

@@ -20,10 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import ConfigFile
-from polybasic.chain.formats.decoder_config import HeadConfig
-from polybasic.chain.formats.draft_vocabulary import draft_token_ids
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import ConfigFile
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_token_ids
+from polybasic.chain.formats.checkpoints.kinds import is_head
+from polybasic.chain.formats.checkpoints.names import DRAFT_TABLES
 from polybasic.chain.formats.files import read_json, whole_folder, write_json
 from polybasic.chain.formats.head_kinds.dflash import DFLASH, block_of
 from polybasic.chain.formats.head_kinds.eagle2 import EAGLE2
@@ -36,8 +38,7 @@ from polybasic.chain.formats.head_kinds.eagle3 import (
     VARIANTS,
     variants_of,
 )
-from polybasic.chain.formats.manifest import Manifest, Member, is_head
-from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.manifest import Manifest, Member
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.heads.compact import compacted

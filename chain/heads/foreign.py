@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.formats.draft_vocabulary import OFFSETS, draft_tables
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.draft_vocabulary import OFFSETS, draft_tables
 from polybasic.chain.formats.files import read_json
 from polybasic.chain.formats.head_kinds.eagle2 import EAGLE2
 from polybasic.chain.formats.head_kinds.eagle3 import (

@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import head_config, read_config
-from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.formats.draft_vocabulary import OFFSETS, draft_token_ids
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import head_config, read_config
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.draft_vocabulary import OFFSETS, draft_token_ids
+from polybasic.chain.formats.checkpoints.names import DRAFT_TABLES
 from polybasic.chain.formats.files import whole_folder, write_json
 from polybasic.chain.formats.head_kinds.eagle2 import EAGLE2
 from polybasic.chain.formats.head_kinds.eagle3 import (
@@ -35,7 +36,6 @@ from polybasic.chain.formats.head_kinds.eagle3 import (
 from polybasic.chain.formats.head_kinds.kind import HeadKind
 from polybasic.chain.formats.head_kinds.table import head_kind_of
 from polybasic.chain.formats.lineage import TRAINED_FOR_KEY, weights_digest
-from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.chain.heads.checks import EMBEDDING, check_copy, check_sizes, check_tensors
 from polybasic.chain.heads.compact import expanded

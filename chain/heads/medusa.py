@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import head_config, read_config
-from polybasic.chain.formats.decoder_config import ModelSizes
-from polybasic.chain.formats.draft_vocabulary import OFFSETS, draft_tables
+from polybasic.chain.formats.checkpoints.config import head_config, read_config
+from polybasic.chain.formats.checkpoints.decoder_config import ModelSizes
+from polybasic.chain.formats.checkpoints.draft_vocabulary import OFFSETS, draft_tables
 from polybasic.chain.formats.head_kinds.kind import Content, HeadKind, model_config
 from polybasic.chain.formats.head_kinds.medusa import HYDRA, MEDUSA, NUM_BLOCKS, NUM_HEADS
 from polybasic.chain.heads.checks import check_tensors

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import head_config, read_config
-from polybasic.chain.formats.draft_vocabulary import draft_token_ids
+from polybasic.chain.formats.checkpoints.config import head_config, read_config
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_token_ids
 from polybasic.chain.formats.head_kinds.block import NUM_POSITIONS
 from polybasic.chain.formats.head_kinds.eagle3 import EAGLE_SECTION, LAYER_IDS
 from polybasic.chain.formats.head_kinds.kind import Content

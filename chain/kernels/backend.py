@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.awq import QuantizedWeight, round_to_nearest
-from polybasic.chain.formats.block_types import GROUP
-from polybasic.chain.formats.blocks import BlockWeight, in_8_bits
-from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, round_to_nearest
+from polybasic.chain.formats.checkpoints.block_types import GROUP
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight, in_8_bits
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.quantization import DRAFT_GROUP_SIZE
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.weights import Embedding, Linear, ModelWeights
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines of some positions, each [R, 1, H]."""

@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from polybasic.chain.formats.decoder_config import LayerKind
+from polybasic.chain.formats.checkpoints.decoder_config import LayerKind
 from polybasic.chain.formats.plan import Window
 
 NO_ROWS = range(0)

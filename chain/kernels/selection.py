@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cpu.executor import CpuBackend
 from polybasic.chain.kernels.cpu.library import kernels_for

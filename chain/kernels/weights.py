@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.kernels.rotary import RotaryTable
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.quantization import read_quantization_config
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.quantization import read_quantization_config
 from polybasic.chain.model.reference import load_reference_model
 
 

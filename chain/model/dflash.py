@@ -1,8 +1,8 @@
 """Loads DFlash heads."""
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import ConfigFile
-from polybasic.chain.formats.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.config import ConfigFile
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
 from polybasic.chain.formats.head_kinds.dflash import DFLASH, Domino, Markov, block_of
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.executor import Executor

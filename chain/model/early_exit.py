@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from polybasic.chain.formats.config import ConfigFile
-from polybasic.chain.formats.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.config import ConfigFile
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
 from polybasic.chain.formats.head_kinds.early_exit import (
     ADAPTER_DOWN,
     ADAPTER_UP,

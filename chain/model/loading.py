@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import has_blocks
-from polybasic.chain.formats.config import (
+from polybasic.chain.formats.checkpoints.checkpoint import has_blocks
+from polybasic.chain.formats.checkpoints.config import (
     ConfigFile,
     DecoderConfig,
     HeadConfig,
     check_feature_layers,
 )
-from polybasic.chain.formats.draft_vocabulary import draft_token_ids
-from polybasic.chain.formats.head_kinds.eagle3 import feature_norm_names
-from polybasic.chain.formats.head_kinds.peagle import MASK_FEATURE
-from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.formats.manifest import Kind, is_head
-from polybasic.chain.formats.names import (
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_token_ids
+from polybasic.chain.formats.checkpoints.kinds import Kind, is_head
+from polybasic.chain.formats.checkpoints.names import (
     DRAFT_TABLES,
     layer_linears,
     layer_norms,
     required_biases,
 )
-from polybasic.chain.formats.shard import ALL, WHOLE, Shard, Taken
+from polybasic.chain.formats.checkpoints.shard import ALL, WHOLE, Shard, Taken
+from polybasic.chain.formats.head_kinds.eagle3 import feature_norm_names
+from polybasic.chain.formats.head_kinds.peagle import MASK_FEATURE
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES, evaluation_dtype

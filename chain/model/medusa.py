@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from polybasic.chain.formats.config import ConfigFile
-from polybasic.chain.formats.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.config import ConfigFile
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
 from polybasic.chain.formats.head_kinds.medusa import HYDRA
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.executor import Executor

@@ -17,9 +17,9 @@ from transformers import (
 from transformers.utils import logging
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import dequantized_tensors
-from polybasic.chain.formats.checkpoint import has_blocks, load_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.awq import dequantized_tensors
+from polybasic.chain.formats.checkpoints.checkpoint import has_blocks, load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
 
 
 def load_reference_model(

@@ -1,6 +1,6 @@
 """Loads the steering of an independent model."""
 
-from polybasic.chain.formats.config import ConfigFile
+from polybasic.chain.formats.checkpoints.config import ConfigFile
 from polybasic.chain.formats.head_kinds.steering import DOWN, UP, check_steered
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.selection import backend_for

@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import CODES_PER_WORD, PARTS, QuantizedWeight, group_size_of
-from polybasic.chain.formats.block_types import BlockType, typed_name
-from polybasic.chain.formats.blocks import BlockWeight
-from polybasic.chain.formats.checkpoint import read_tensors, tensor_files
-from polybasic.chain.formats.shard import ALL, Taken
+from polybasic.chain.formats.checkpoints.awq import (
+    CODES_PER_WORD,
+    PARTS,
+    QuantizedWeight,
+    group_size_of,
+)
+from polybasic.chain.formats.checkpoints.block_types import BlockType, typed_name
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight
+from polybasic.chain.formats.checkpoints.checkpoint import read_tensors, tensor_files
+from polybasic.chain.formats.checkpoints.shard import ALL, Taken
 from polybasic.chain.kernels.backend import Backend, LayOut
 from polybasic.chain.kernels.weights import Embedding, Linear
 

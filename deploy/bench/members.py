@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from polybasic.chain.formats.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.chain.formats.plan import Tree

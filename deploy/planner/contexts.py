@@ -11,51 +11,24 @@ many rows.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from polybasic.chain.formats.plan import ContextPlan
-from polybasic.deploy.planner.explanation import describe_shape
-from polybasic.deploy.planner.loads import narrower, repeatable_choice, shapes_to_time
+from polybasic.deploy.planner.alternatives import (
+    Alternative,
+    narrower,
+    repeatable_choice,
+    shapes_to_time,
+)
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import RoundCosts
 from polybasic.deploy.planner.measuring.load_costs import LoadTimer
 from polybasic.deploy.planner.measuring.measurements import DraftCosts, Measurements, PassCosts
 from polybasic.deploy.planner.measuring.traces import Measured
-from polybasic.deploy.planner.search import Candidate, PlanChoice, choose_plan
+from polybasic.deploy.planner.search import PlanChoice, choose_plan
 from polybasic.deploy.planner.simulation import Simulator
 
 CLEARLY_FASTER = 1.08
 """Less may be another text's acceptance, for which no answer has to change its plan."""
-
-
-@dataclass(frozen=True)
-class ContextChoice:
-    """The outcome of a search among plans behind a context.
-
-    Attributes:
-        tokens: of the context.
-        of_short: the plan that is the fastest behind the planning prompts, behind this context.
-    """
-
-    tokens: int
-    choice: PlanChoice
-    of_short: Candidate
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest; that of short contexts where no other one is clearly faster."""
-        fastest, short = self.choice.best, self.of_short
-        is_close = short.seconds_per_token <= CLEARLY_FASTER * fastest.seconds_per_token
-        return short if is_close else fastest
-
-    def planned(self) -> ContextPlan:
-        """What the chain's manifest holds. Where nothing is drawn, all rules are `coupled`."""
-        return ContextPlan(
-            tokens=self.tokens,
-            plan=self.best.plan.model_copy(update={"rule": "coupled"}),
-            seconds_per_token=self.best.seconds_per_token,
-        )
 
 
 def choose_by_context(
@@ -65,7 +38,7 @@ def choose_by_context(
     timer: LoadTimer,
     budget: Budget,
     say: Callable[[str], None],
-) -> list[ContextChoice]:
+) -> list[Alternative]:
     """The fastest plans by tokens of context, among the chosen members and parts of them, and among
     those under which a seed means a text.
 
@@ -103,32 +76,16 @@ def choose_by_context(
         return []
     grid = narrower(measured.calibration.grid, best.plan.tree.rows)
     simulator = Simulator(base)
-    found: list[ContextChoice] = []
+    found: list[Alternative] = []
     for tokens in (near_tokens, *further):
         share = (tokens - near_tokens) / (timed_tokens - near_tokens)
         there = at_context(base, near, far, share)
         among = {(best.plan.rule, each.members) for each in parts}
         chosen = choose_plan([there], grid, among=among, simulator=simulator)
         predicted = simulator.at(there).run(best.plan)
-        found.append(
-            ContextChoice(tokens, chosen, replace(best, predicted=predicted, measurements=there))
-        )
+        usual = replace(best, predicted=predicted, measurements=there)
+        found.append(Alternative(tokens, chosen, usual, CLEARLY_FASTER))
     return found
-
-
-def contexts_compared(by_context: Collection[ContextChoice]) -> list[dict[str, Any]]:
-    """The plan of each context, beside the target alone and the plan of short ones, as JSON."""
-    return [
-        {
-            "tokens": context.tokens,
-            "members": str(context.best.members),
-            "shape": describe_shape(context.best.plan, context.best.measurements),
-            "seconds_per_token": context.best.seconds_per_token,
-            "seconds_of_target_alone": context.choice.alone.seconds_per_token,
-            "seconds_of_plan_of_short": context.of_short.seconds_per_token,
-        }
-        for context in by_context
-    ]
 
 
 def at_context(base: Measurements, near: RoundCosts, far: RoundCosts, share: float) -> Measurements:

@@ -38,8 +38,7 @@ def explain(
     Args:
         budget: what `Budget.report` returned, and how often close plans were `timed_again`; None
             if there was no limit.
-        loads: what `polybasic.deploy.planner.loads.loads_compared` returned.
-        contexts: what `polybasic.deploy.planner.contexts.contexts_compared` returned.
+        loads, contexts: what `polybasic.deploy.planner.alternatives.compared` returned of each.
     """
     best, runner_up, alone = choice.best, choice.runner_up, choice.alone
     return {

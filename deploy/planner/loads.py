@@ -8,11 +8,17 @@ its share of the seconds. A plan's time is then the machine's, for a token of an
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from polybasic.chain.formats.plan import LoadPlan, Plan, Tree
-from polybasic.deploy.planner.explanation import describe_shape
+from polybasic.chain.formats.plan import Plan
+from polybasic.deploy.planner.alternatives import (
+    Alternative,
+    narrower,
+    of_one_size,
+    repeatable_choice,
+    shapes_to_time,
+    without_copies,
+)
 from polybasic.deploy.planner.finalists import close_to_best, shape_of
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import RoundCosts
@@ -32,35 +38,6 @@ MAX_ROUNDS = 3
 """Of timings: the first is of some shapes, the others of plans that seem to be the fastest."""
 
 
-@dataclass(frozen=True)
-class LoadChoice:
-    """The outcome of a search among plans for several sequences.
-
-    Attributes:
-        sequences: that are active.
-        plan_of_one: the plan that is the fastest for one sequence, at this load.
-    """
-
-    sequences: int
-    choice: PlanChoice
-    plan_of_one: Candidate
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest; the plan of one sequence where no other one is clearly faster."""
-        fastest, of_one = self.choice.best, self.plan_of_one
-        is_close = of_one.seconds_per_token <= CLEARLY_FASTER * fastest.seconds_per_token
-        return of_one if is_close else fastest
-
-    def planned(self) -> LoadPlan:
-        """What the chain's manifest holds. Where nothing is drawn, all rules are `coupled`."""
-        return LoadPlan(
-            sequences=self.sequences,
-            plan=self.best.plan.model_copy(update={"rule": "coupled"}),
-            seconds_per_token=self.best.seconds_per_token,
-        )
-
-
 def choose_by_load(
     measured: Measured,
     choice: PlanChoice,
@@ -68,7 +45,7 @@ def choose_by_load(
     timer: LoadTimer,
     budget: Budget,
     say: Callable[[str], None],
-) -> list[LoadChoice]:
+) -> list[Alternative]:
     """The fastest plans by number of sequences, among those under which a seed means a text.
 
     Args:
@@ -84,7 +61,7 @@ def choose_by_load(
         return []
     of_one = repeatable_choice(measured, choice)
     search = _LoadSearch(of_one, measured.calibration.grid, timer, budget)
-    by_load: list[LoadChoice] = []
+    by_load: list[Alternative] = []
     for sequences in sorted(set(loads) - {1}):
         if sequences > timer.most_sequences:
             budget.leave_out(f"plans for {sequences} sequences, for which there is no room")
@@ -94,30 +71,9 @@ def choose_by_load(
             continue
         say(f"plan: rounds of {sequences} sequences at a time")
         by_load.append(search.run(sequences))
-    return [LoadChoice(1, of_one, of_one.best), *by_load] if by_load and 1 in loads else by_load
-
-
-def loads_compared(by_load: Collection[LoadChoice]) -> list[dict[str, Any]]:
-    """The plan of each load, beside the target alone and the plan of one, as plain JSON."""
-    return [
-        {
-            "sequences": load.sequences,
-            "members": str(load.best.members),
-            "shape": describe_shape(load.best.plan, load.best.measurements),
-            "seconds_per_token": load.best.seconds_per_token,
-            "seconds_of_target_alone": load.choice.alone.seconds_per_token,
-            "seconds_of_plan_of_one": load.plan_of_one.seconds_per_token,
-        }
-        for load in by_load
-    ]
-
-
-def repeatable_choice(measured: Measured, choice: PlanChoice) -> PlanChoice:
-    """The same choice, or one among plans under which a seed means a text."""
-    if not choice.best.measurements.is_random:
-        return choice
-    repeatable = [measurement for measurement in measured.measurements if not measurement.is_random]
-    return choose_plan(repeatable, measured.calibration.grid)
+    if not by_load or 1 not in loads:
+        return by_load
+    return [Alternative(1, of_one, of_one.best, CLEARLY_FASTER), *by_load]
 
 
 class _LoadSearch:
@@ -139,20 +95,20 @@ class _LoadSearch:
         """Whether there is time even if passes were not shared, by the seconds of the last run."""
         return sequences * self._seconds_of_a_sequence < self._budget.left()
 
-    def run(self, sequences: int) -> LoadChoice:
+    def run(self, sequences: int) -> Alternative:
         """The choice for so many sequences; plans that are close to the best are timed again."""
         began, costs = self._budget.seconds, RoundCosts()
         tried = self._worth_trying()
         timed: list[Plan] = []
         plans = shapes_to_time(tried, self.base)
-        of_one = _without_copies(self.plan_of_one.plan, self.base)
+        of_one = without_copies(self.plan_of_one.plan, self.base)
         plans += [of_one] if of_one not in plans else []
         for _ in range(MAX_ROUNDS):
             for plan in plans:
                 self._timer(plan, sequences, costs)
             timed += plans
             load = self._choose(sequences, costs, tried)
-            plans = [_of_one_size(candidate.plan) for candidate in close_to_best(load.choice)]
+            plans = [of_one_size(candidate.plan) for candidate in close_to_best(load.choice)]
             if len(plans) == 1 and shape_of(plans[0]) in map(shape_of, timed):
                 break
         self._last = load.choice
@@ -175,7 +131,7 @@ class _LoadSearch:
 
     def _choose(
         self, sequences: int, costs: RoundCosts, tried: Collection[Candidate]
-    ) -> LoadChoice:
+    ) -> Alternative:
         measurements = at_load(self.base, costs)
         choice = choose_plan(
             [measurements],
@@ -192,7 +148,7 @@ class _LoadSearch:
             for candidate in choice.by_members
         )
         choice = replace(choice, by_members=by_members)
-        return LoadChoice(sequences, choice, plan_of_one)
+        return Alternative(sequences, choice, plan_of_one, CLEARLY_FASTER)
 
 
 def at_load(base: Measurements, costs: RoundCosts) -> Measurements:
@@ -222,46 +178,3 @@ def _scaled(base: DraftCosts, timed: DraftCosts) -> DraftCosts:
         for k, (first_level, each) in base.by_top_k.items()
     }
     return DraftCosts(scaled | timed.by_top_k)
-
-
-def shapes_to_time(tried: Collection[Candidate], base: Measurements) -> list[Plan]:
-    """The fastest plan of each set of models, and where it has a draft tree, two narrower ones.
-
-    Between them costs are nearly a line. They have different depths, so that the first level of a
-    draft and each further one are known.
-    """
-    fastest: dict[tuple[str, ...], Plan] = {}
-    for candidate in tried:
-        fastest.setdefault(candidate.names, _without_copies(candidate.plan, base))
-    shapes: list[Plan] = []
-    for names, plan in fastest.items():
-        trees = [Tree(depth=1, top_k=1, rows=2)]
-        if names[-1] in base.drafters:
-            wide = plan.tree.model_copy(update={"depth": max(plan.tree.depth, 2)})
-            narrow = Tree(depth=1, top_k=wide.top_k, rows=2)
-            middle = {"depth": (wide.depth + 1) // 2, "rows": (wide.rows + 3) // 2}
-            trees = list(dict.fromkeys([narrow, wide.model_copy(update=middle), wide]))
-        shapes += [plan.model_copy(update={"tree": tree}) for tree in trees]
-    return shapes
-
-
-def _without_copies(plan: Plan, base: Measurements) -> Plan:
-    return _of_one_size(plan).model_copy(update={"ngram": None, "windows": base.windows})
-
-
-def _of_one_size(plan: Plan) -> Plan:
-    """With trees that are all as large: of their shares of a step, costs of smaller ones follow."""
-    return plan.model_copy(update={"tree": plan.tree.model_copy(update={"least_probability": 0.0})})
-
-
-def narrower(grid: PlanGrid, rows: int) -> PlanGrid:
-    """The grid's trees of at most so many rows, and narrower ones: wider ones than pay for one
-    sequence pay for several even less."""
-    return grid.model_copy(
-        update={
-            "depths": tuple(sorted({1, *grid.depths})),
-            "rows": tuple(
-                sorted({2, 3, *(num_rows for num_rows in grid.rows if num_rows <= rows)})
-            ),
-        }
-    )

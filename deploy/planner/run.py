@@ -9,17 +9,19 @@ from pathlib import Path
 
 from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.manifest import read_manifest
-from polybasic.chain.formats.plan import MeasuredPlan, PredictedPlan
+from polybasic.chain.formats.plan import ContextPlan, LoadPlan, MeasuredPlan, PredictedPlan
 from polybasic.chain.progress import waiting
-from polybasic.deploy.planner.contexts import choose_by_context, contexts_compared
+from polybasic.deploy.planner.alternatives import compared
+from polybasic.deploy.planner.contexts import choose_by_context
 from polybasic.deploy.planner.explanation import explain, shown_budget
 from polybasic.deploy.planner.finalists import time_finalists
-from polybasic.deploy.planner.loads import choose_by_load, loads_compared
+from polybasic.deploy.planner.loads import choose_by_load
+from polybasic.deploy.planner.measuring.answers import answer_prompts
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.load_costs import LoadTimer
 from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.planner.measuring.message_costs import message_seconds
-from polybasic.deploy.planner.measuring.traces import answer_prompts, measure
+from polybasic.deploy.planner.measuring.traces import measure
 from polybasic.deploy.planner.prompts import Question, choose_fitting, read_questions
 from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import PlanChoice, choose_plan
@@ -169,10 +171,16 @@ def plan_loaded(
             PredictedPlan(plan=candidate.plan, seconds_per_token=candidate.seconds_per_token)
             for candidate in others
         ),
-        by_load=tuple(load.planned() for load in by_load),
-        by_context=tuple(context.planned() for context in by_context),
+        by_load=tuple(LoadPlan(sequences=load.number, **load.planned()) for load in by_load),
+        by_context=tuple(
+            ContextPlan(tokens=context.number, **context.planned()) for context in by_context
+        ),
         explanation=explain(
-            choice, measurements, spent, loads_compared(by_load), contexts_compared(by_context)
+            choice,
+            measurements,
+            spent,
+            compared(by_load, "sequences", "plan_of_one"),
+            compared(by_context, "tokens", "plan_of_short"),
         ),
     )
     return Planning(planned, choice, measured.measurements)

@@ -1,5 +1,6 @@
 """How the reasons for a plan, from `polybasic.deploy.planner.explanation`, are shown."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -184,33 +185,48 @@ def _window_table(explanation: dict[str, Any]) -> Table:
 
 
 def _load_table(explanation: dict[str, Any]) -> Table:
-    rows = []
-    for load in explanation["loads"]:
-        seconds = ("seconds_per_token", "seconds_of_target_alone", "seconds_of_plan_of_one")
-        rates = (f"{1 / load[key]:,.{0 if load[key] < 0.01 else 1}f}" for key in seconds)
-        rows.append([str(load["sequences"]), *rates, f"{load['members']}; {load['shape']}"])
-    return Table(
+    return _alternatives_table(
+        explanation["loads"],
         "Best plan by number of sequences",
-        ["sequences", "tokens/s", "target alone", "plan of 1", "plan"],
-        rows,
-        ("Tokens/s of all sequences; of the target alone, and of the plan of one sequence.",),
-        wraps=True,
+        ("sequences", "tokens/s", "plan of 1"),
+        "seconds_of_plan_of_one",
+        lambda seconds: f"{1 / seconds:,.{0 if seconds < 0.01 else 1}f}",
+        "Tokens/s of all sequences; of the target alone, and of the plan of one sequence.",
     )
 
 
 def _context_table(explanation: dict[str, Any]) -> Table:
-    rows = []
-    for context in explanation["contexts"]:
-        seconds = ("seconds_per_token", "seconds_of_target_alone", "seconds_of_plan_of_short")
-        each = (_milliseconds(context[key], 1) for key in seconds)
-        rows.append([f"{context['tokens']:,}", *each, f"{context['members']}; {context['shape']}"])
-    return Table(
+    return _alternatives_table(
+        explanation["contexts"],
         "Best plan by tokens of context",
-        ["tokens", "ms a token", "target alone", "plan of short", "plan"],
-        rows,
-        ("Of the target alone, and of the plan that is the fastest behind the planning prompts.",),
-        wraps=True,
+        ("tokens", "ms a token", "plan of short"),
+        "seconds_of_plan_of_short",
+        lambda seconds: _milliseconds(seconds, 1),
+        "Of the target alone, and of the plan that is the fastest behind the planning prompts.",
     )
+
+
+def _alternatives_table(
+    found: list[dict[str, Any]],
+    title: str,
+    names: tuple[str, str, str],
+    usual: str,
+    shown: Callable[[float], str],
+    note: str,
+) -> Table:
+    """Of what `polybasic.deploy.planner.alternatives.compared` returned."""
+    number, figure, of_usual = names
+    keys = ("seconds_per_token", "seconds_of_target_alone", usual)
+    rows = [
+        [
+            f"{each[number]:,}",
+            *(shown(each[key]) for key in keys),
+            f"{each['members']}; {each['shape']}",
+        ]
+        for each in found
+    ]
+    header = [number, figure, "target alone", of_usual, "plan"]
+    return Table(title, header, rows, (note,), wraps=True)
 
 
 def _members_table(explanation: dict[str, Any]) -> Table:

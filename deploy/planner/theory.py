@@ -173,32 +173,6 @@ def accepted_length_moments(acceptance: Number, max_tokens: int) -> tuple[Number
     return mean, variance
 
 
-def estimate_acceptance(accepted_lengths: Sequence[int], max_tokens: int) -> float:
-    """The maximum-likelihood acceptance a: tokens kept over tokens judged.
-
-    A token is judged if all before it in its block were kept; a pass that gained fewer than
-    `max_tokens` judged one token more than it kept.
-
-    Args:
-        accepted_lengths: tokens gained by each pass, its own last one included.
-        max_tokens: n, of a pass that keeps its whole block; 2 or more.
-
-    Raises:
-        UserError: no pass, or a length that is not between 1 and `max_tokens`.
-    """
-    _check_max_tokens(max_tokens - 1)
-    if not accepted_lengths:
-        raise UserError("nothing to estimate from", "no accepted lengths", "give at least one")
-    for length in accepted_lengths:
-        if not 1 <= length <= max_tokens:
-            raise UserError(
-                "accepted length out of range", f"{length}", f"a pass gains 1 to {max_tokens}"
-            )
-    num_kept = sum(length - 1 for length in accepted_lengths)
-    num_rejected = sum(length < max_tokens for length in accepted_lengths)
-    return num_kept / (num_kept + num_rejected)
-
-
 def kept_probabilities(
     verifier: Sequence[Number], proposer: Sequence[Number], rule: Literal["block", "token"]
 ) -> list[Number]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from polybasic.chain.formats.plan import Plan, Tree, Window
+from polybasic.deploy.planner.measuring.answers import Calibration
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import NUM_TURNS, RoundCosts, compare_costs
 from polybasic.deploy.planner.measuring.measurements import (
@@ -21,7 +22,7 @@ from polybasic.deploy.planner.measuring.measurements import (
     Measurements,
     PassCosts,
 )
-from polybasic.deploy.planner.measuring.traces import Calibration, Measured, Windows, trace_answer
+from polybasic.deploy.planner.measuring.traces import Measured, Windows, trace_answer
 from polybasic.deploy.planner.search import (
     MIN_GAIN,
     Candidate,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from polybasic.chain.formats.bare import ALONE
-from polybasic.chain.formats.config import ConfigFile, read_config
+from polybasic.chain.formats.checkpoints.config import ConfigFile, read_config
 from polybasic.chain.formats.package import TARGET_NAME
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.kernels.product_times import DTYPES, name_of

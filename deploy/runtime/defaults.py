@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import ConfigFile
+from polybasic.chain.formats.checkpoints.config import ConfigFile
 from polybasic.chain.formats.files import read_json
 from polybasic.deploy.runtime.rounds.warping import Sampling
 

@@ -10,17 +10,18 @@ import torch
 from pydantic import ConfigDict, Field
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.chains import resolve_chain
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.kinds import is_head
+from polybasic.chain.formats.checkpoints.shard import check_divisible
 from polybasic.chain.formats.extensions import resolve
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS, steers
 from polybasic.chain.formats.kept import known_sha256
 from polybasic.chain.formats.lineage import find_steered
-from polybasic.chain.formats.manifest import is_head, read_manifest
+from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PlansByTemperature
-from polybasic.chain.formats.shard import check_divisible
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.kernels.executor import Executor

@@ -10,17 +10,17 @@ from math import prod
 from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES, DEVICE_STEP, GROUP
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, DEVICE_STEP, GROUP
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.checkpoints.kinds import Kind
+from polybasic.chain.formats.checkpoints.names import DRAFT_TABLES
+from polybasic.chain.formats.checkpoints.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
+from polybasic.chain.formats.checkpoints.shapes import TensorHeader, expected_shapes, tensor_headers
+from polybasic.chain.formats.checkpoints.shard import Shard
 from polybasic.chain.formats.head_kinds.early_exit import ADAPTER_DOWN, ADAPTER_UP
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.lineage import find_steered
-from polybasic.chain.formats.manifest import Kind
-from polybasic.chain.formats.names import DRAFT_TABLES
 from polybasic.chain.formats.plan import MAX_TREE_ROWS
-from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
-from polybasic.chain.formats.shapes import TensorHeader, expected_shapes, tensor_headers
-from polybasic.chain.formats.shard import Shard
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.readable import readable_bytes
 

@@ -99,11 +99,6 @@ class Statistics:
         return {name: sum(counts.accepted) for name, counts in self.proposals.items()}
 
     @property
-    def accepted_by_position(self) -> dict[str, list[int]]:
-        """The same by their place in a draft."""
-        return {name: counts.accepted for name, counts in self.proposals.items()}
-
-    @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import DecoderConfig
-from polybasic.chain.formats.names import linear_shapes
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.names import linear_shapes
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.runtime.drafters.ngram import NgramDrafter
 from polybasic.deploy.runtime.engine import Engine, rounds_of

@@ -8,7 +8,7 @@ import typer
 
 from polybasic.chain.readable import counted, readable_bytes
 from polybasic.chain.terminal import say
-from polybasic.recipes.cli.asking import check_wanted
+from polybasic.recipes.cli.shared.asking import check_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,8 +12,8 @@ import typer
 from polybasic.chain.errors import UserError
 from polybasic.chain.readable import counted
 from polybasic.chain.terminal import as_it_is, say
-from polybasic.recipes.cli.asked import AnswerFile, check_sources, grammar_asked, one_prompt
-from polybasic.recipes.cli.options import (
+from polybasic.recipes.cli.shared.asked import AnswerFile, check_sources, grammar_asked, one_prompt
+from polybasic.recipes.cli.shared.options import (
     ChoiceOption,
     ContextOption,
     FrequencyPenaltyOption,
@@ -43,7 +43,7 @@ from polybasic.recipes.cli.options import (
     remote_options,
     with_small,
 )
-from polybasic.recipes.cli.repeated import checked_rule, compare_with_target
+from polybasic.recipes.cli.shared.repeated import checked_rule, compare_with_target
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain, Generation, Statistics

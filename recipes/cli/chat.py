@@ -13,7 +13,7 @@ import typer
 from polybasic.chain.errors import UserError
 from polybasic.chain.processes.interruption import Interrupted, record_signals
 from polybasic.recipes.cli.chain import ChainArgument, note, note_bare
-from polybasic.recipes.cli.options import (
+from polybasic.recipes.cli.shared.options import (
     ContextOption,
     DtypeOption,
     FrequencyPenaltyOption,
@@ -39,11 +39,11 @@ from polybasic.recipes.cli.options import (
     remote_options,
     with_small,
 )
-from polybasic.recipes.cli.repeated import checked_rule
-from polybasic.recipes.cli.shown_answers import ShownAnswer, TintedAnswer
+from polybasic.recipes.cli.shared.repeated import checked_rule
+from polybasic.recipes.cli.shared.shown_answers import ShownAnswer, TintedAnswer
 
 if TYPE_CHECKING:
-    from polybasic.recipes.cli.conversation import Conversation
+    from polybasic.recipes.cli.shared.conversation import Conversation
 
 
 def chat(
@@ -83,7 +83,7 @@ def chat(
     """
     from polybasic.deploy import load_chain
     from polybasic.deploy.runtime.rounds.sampling import Sampling
-    from polybasic.recipes.cli.conversation import Conversation
+    from polybasic.recipes.cli.shared.conversation import Conversation
 
     settings: dict[str, Any] = {
         "temperature": temperature,
@@ -186,7 +186,7 @@ def _take(
     is_stopped: Callable[[], bool],
 ) -> bool:
     """Answer a line, or do what it says; whether the conversation goes on."""
-    from polybasic.recipes.cli.conversation import run_command
+    from polybasic.recipes.cli.shared.conversation import run_command
 
     line = line.strip()
     if line.startswith("/") and not line.startswith("//"):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from polybasic.recipes.cli.chain import ChainArgument, note
-from polybasic.recipes.cli.options import TargetOption
+from polybasic.recipes.cli.shared.options import TargetOption
 
 GGUF = "gguf"
 

@@ -34,8 +34,8 @@ from polybasic.recipes.cli import (
     trace,
     warmup,
 )
-from polybasic.recipes.cli.lacking import what_is_lacking
-from polybasic.recipes.cli.logs import (
+from polybasic.recipes.cli.shared.lacking import what_is_lacking
+from polybasic.recipes.cli.shared.logs import (
     LogJsonOption,
     LogLevelOption,
     VerboseOption,

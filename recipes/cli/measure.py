@@ -12,7 +12,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.places import command_without_places
 from polybasic.chain.processes.interruption import Interrupted
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
-from polybasic.recipes.cli.options import (
+from polybasic.recipes.cli.shared.options import (
     KeyFileOption,
     NoGraphsOption,
     RemoteOption,

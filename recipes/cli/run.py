@@ -10,7 +10,7 @@ import typer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.processes.place import Place, place_in
-from polybasic.recipes.cli.options import NoGraphsOption
+from polybasic.recipes.cli.shared.options import NoGraphsOption
 
 if TYPE_CHECKING:
     from polybasic.recipes.pipeline.running import Workspace

@@ -10,7 +10,7 @@ import typer
 
 from polybasic.chain.readable import counted, readable_bytes
 from polybasic.chain.terminal import say
-from polybasic.recipes.cli.asking import check_wanted
+from polybasic.recipes.cli.shared.asking import check_wanted
 
 app = typer.Typer(
     help="List and remove folders that runs have written.",

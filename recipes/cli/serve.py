@@ -10,7 +10,7 @@ import typer
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes.cli.chain import ChainArgument, note, note_bare
-from polybasic.recipes.cli.options import (
+from polybasic.recipes.cli.shared.options import (
     DeviceOption,
     DtypeOption,
     KeyFileOption,

@@ -7,7 +7,7 @@ import typer
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes.cli.chain import ChainArgument, note
-from polybasic.recipes.cli.options import (
+from polybasic.recipes.cli.shared.options import (
     ContextOption,
     DeviceOption,
     DtypeOption,

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.recipes.cli.asked import check_source, one_prompt
 from polybasic.recipes.cli.chain import ChainArgument, note
-from polybasic.recipes.cli.options import (
+from polybasic.recipes.cli.shared.asked import check_source, one_prompt
+from polybasic.recipes.cli.shared.options import (
     DtypeOption,
     MaxNewTokensOption,
     MembersOption,
@@ -19,7 +19,7 @@ from polybasic.recipes.cli.options import (
     TargetOption,
     TemperatureOption,
 )
-from polybasic.recipes.cli.repeated import checked_rule
+from polybasic.recipes.cli.shared.repeated import checked_rule
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,7 @@ def trace(
     from polybasic.chain.console import Console
     from polybasic.chain.formats.files import whole_file
     from polybasic.deploy import load_chain
-    from polybasic.recipes.cli.timeline import timeline_tables
+    from polybasic.recipes.cli.shared.timeline import timeline_tables
 
     check_source("trace", prompt=prompt, file=file)
     question = one_prompt(prompt, file)

@@ -8,7 +8,7 @@ import typer
 
 from polybasic.chain.readable import counted, readable_bytes
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
-from polybasic.recipes.cli.options import (
+from polybasic.recipes.cli.shared.options import (
     ContextOption,
     DeviceOption,
     DtypeOption,

@@ -6,10 +6,14 @@ from pathlib import Path
 
 from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import resolve_adapter, resolve_head, split_hub_id
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.checkpoint import (
+    resolve_adapter,
+    resolve_head,
+    split_hub_id,
+)
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.packages import PACKAGE
 from polybasic.chain.formats.files import existing, free_bytes, lies_anywhere, partial_path
-from polybasic.chain.formats.packages import PACKAGE
 from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.planner.prompts import read_questions
 from polybasic.quantize.limits import check_quantizable, check_rows

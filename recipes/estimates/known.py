@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.progress import waiting
 from polybasic.chain.readable import counted
 from polybasic.deploy.planner.prompts import read_questions

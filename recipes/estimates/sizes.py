@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import SMALL_HEADS, split_hub_id
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.checkpoint import SMALL_HEADS, split_hub_id
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.hub import snapshot
+from polybasic.chain.formats.checkpoints.models import resolve_model
+from polybasic.chain.formats.checkpoints.names import linear_shapes
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE, largest_group_size
 from polybasic.chain.formats.gguf.finding import names_gguf, on_hub
-from polybasic.chain.formats.hub import snapshot
-from polybasic.chain.formats.models import resolve_model
-from polybasic.chain.formats.names import linear_shapes
-from polybasic.chain.formats.quantization import GROUP_SIZE, largest_group_size
 from polybasic.quantize.settings import GroupSize
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.settings import HeadSettings

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.bare import bare_chain
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.files import lies_anywhere
 from polybasic.chain.formats.kept import MODELS, folder_stamp, kept_folder
 from polybasic.chain.formats.manifest import MANIFEST_NAME
-from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.package import Part
 
 _NAME = "small"

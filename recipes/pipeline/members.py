@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from polybasic.chain.formats.bare import ALONE
-from polybasic.chain.formats.checkpoint import resolve_head
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import Kind
+from polybasic.chain.formats.checkpoints.checkpoint import resolve_head
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.kinds import Kind
 from polybasic.chain.formats.package import TARGET_NAME, Part
 from polybasic.chain.formats.plan import Flush, Plan
 from polybasic.deploy.planner.settings import PlanSettings

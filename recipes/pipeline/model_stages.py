@@ -7,12 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, resolve_head
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.checkpoint import (
+    checkpoint_files,
+    copy_files,
+    resolve_head,
+)
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.models import resolve_model
+from polybasic.chain.formats.checkpoints.quantization import BITS
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.lineage import declare_trained_for
-from polybasic.chain.formats.models import resolve_model
-from polybasic.chain.formats.quantization import BITS
 from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.quantize.limits import group_size_of
 from polybasic.quantize.settings import QuantizeSettings

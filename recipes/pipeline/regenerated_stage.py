@@ -147,7 +147,7 @@ def _regenerate(
 
 def _server(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
     """The server that the recipe names."""
-    from polybasic.chain.formats.config import read_config
+    from polybasic.chain.formats.checkpoints.config import read_config
     from polybasic.train.answers.endpoint import open_endpoint
 
     target = checkpoint_of(workspace, "target")
@@ -160,7 +160,7 @@ def _server(workspace: Workspace) -> "AbstractAsyncContextManager[Answerer]":
 
 def _runtime(workspace: Workspace) -> "nullcontext[RuntimeAnswerer]":
     """This runtime."""
-    from polybasic.chain.formats.config import read_config
+    from polybasic.chain.formats.checkpoints.config import read_config
     from polybasic.deploy.runtime.answering import LoneTarget, answering_dtype
 
     target, settings = checkpoint_of(workspace, "target"), _settings(workspace)

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import weight_files
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.checkpoints.checkpoint import weight_files
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.vocabulary import (
     TOKENIZER_NAME,
     check_same_vocabulary,

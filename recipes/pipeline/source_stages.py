@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import has_blocks, resolve_adapter, weight_files
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.checkpoint import has_blocks, resolve_adapter, weight_files
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.kept import folder_stamp
-from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.terminal import say
 from polybasic.recipes.pipeline.running import PipelineStage, Workspace
 from polybasic.recipes.pipeline.small import check_small

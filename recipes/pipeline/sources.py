@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import TOKENIZER_FILES, resolve_adapter, resolve_head
+from polybasic.chain.formats.checkpoints.checkpoint import (
+    TOKENIZER_FILES,
+    resolve_adapter,
+    resolve_head,
+)
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.kept import folder_stamp
-from polybasic.chain.formats.models import resolve_model
 from polybasic.recipes.pipeline.running import Workspace
 from polybasic.recipes.schema.recipe import Recipe
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.formats.checkpoints.kinds import is_head
 from polybasic.chain.formats.files import sha256_of_file, write_json
-from polybasic.chain.formats.manifest import SCHEMA, Provenance, is_head
+from polybasic.chain.formats.manifest import SCHEMA, Provenance
 from polybasic.chain.formats.package import Part, package_chain
 from polybasic.chain.terminal import say
 from polybasic.deploy.planner.prompts import write_first_turns

@@ -9,8 +9,8 @@ import pytest
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats import files
+from polybasic.chain.formats.checkpoints.shapes import tensor_headers
 from polybasic.chain.formats.files import MAX_NESTING, check_content, parse_json, read_json
-from polybasic.chain.formats.shapes import tensor_headers
 from polybasic.deploy.planner.prompts import read_questions
 from polybasic.recipes.schema.loading import load_recipe
 from polybasic.train.data.conversation_files import read_file

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from polybasic.chain.formats.quantization import GROUP_SIZE
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE
 from polybasic.chain.kernels.cuda.executor import CudaExecutor
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from tests.benchmarks.scripts import load_script

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.decoder_config import LayerKind
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.decoder_config import LayerKind
 from polybasic.deploy import Chain, load_chain
 from tests.benchmarks.scripts import load_script
 

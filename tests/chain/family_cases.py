@@ -8,9 +8,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polybasic.chain.formats.awq import dequantize, round_to_nearest
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.quantization import GROUP_SIZE, quantization_config
+from polybasic.chain.formats.checkpoints.awq import dequantize, round_to_nearest
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE, quantization_config
 from tests.checkpoints import FAMILIES
 
 WINDOW = 24

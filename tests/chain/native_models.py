@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.formats.block_types import BLOCK_TYPES
-from polybasic.chain.formats.blocks import BlockWeight
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.rows import consecutive_rows

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.config import head_config
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.checkpoints.config import head_config
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.checkpoints.shapes import expected_shapes
 from polybasic.chain.formats.head_kinds.dflash import DFlashBlock, Markov
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.plan import Plan
-from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.heads.medusa import medusa_config
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.drafts import DraftTree

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AwqConfig
 
-from polybasic.chain.formats.awq import QuantizedWeight, dequantize
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from polybasic.deploy.runtime.rounds.verifier import Verifier

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables
 from polybasic.chain.heads.importing import import_head
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.gguf.finding import find_gguf
-from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats import writing_checkpoints
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints import writing_checkpoints
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.quantization import quantization_config
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.quantization import quantization_config
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache

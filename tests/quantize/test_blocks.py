@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.blocks import BlockWeight
-from polybasic.chain.formats.checkpoint import load_tensors, stored_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, stored_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.quantize.blocks import KIND, blocks_of, round_to_blocks
 from tests.checkpoints import write_family
 

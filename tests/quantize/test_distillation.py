@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY
 from polybasic.chain.formats.origin import ORIGIN_KEY
 from polybasic.quantize import distillation

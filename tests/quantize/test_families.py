@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.quantization import GROUP_SIZE
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target
 from polybasic.quantize.quality import measure_quality

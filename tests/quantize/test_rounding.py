@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from polybasic.chain.formats.awq import QuantizedWeight, dequantize, round_to_nearest
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, dequantize, round_to_nearest
 from polybasic.quantize.rounding import RoundedLinear
 
 NUM_OUT, NUM_IN = 16, 256

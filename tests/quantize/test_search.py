@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.quantize import search
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_target

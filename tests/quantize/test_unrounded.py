@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from polybasic.chain.formats.awq import QuantizedWeight, packed_weight
-from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, packed_weight
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.quantize import search
 from polybasic.quantize.awq import quantize_target
 from polybasic.quantize.models import load_dequantized, load_target

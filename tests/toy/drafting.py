@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from polybasic.chain.formats.config import ConfigFile
+from polybasic.chain.formats.checkpoints.config import ConfigFile
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.kernels.selection import backend_for

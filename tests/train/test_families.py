@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head
 from polybasic.train.features.target import load_target

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from polybasic.chain.formats.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.model.early_exit import early_exit

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables
 from polybasic.chain.formats.files import whole_file, write_json
 from polybasic.chain.formats.head_kinds.early_exit import EARLY_EXIT, early_exit_config
 from polybasic.chain.formats.head_kinds.steering import STEERED_KEY, STEERING, steering_config

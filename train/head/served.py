@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from polybasic.chain.formats.config import head_config as read_head_config
+from polybasic.chain.formats.checkpoints.config import head_config as read_head_config
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.chain.kernels.selection import backend_for

@@ -10,11 +10,13 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.decoder_config import HeadConfig
-from polybasic.chain.formats.draft_vocabulary import IS_DRAFTED, OFFSETS
-from polybasic.chain.formats.draft_vocabulary import draft_token_ids as stored_draft_token_ids
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
+from polybasic.chain.formats.checkpoints.draft_vocabulary import IS_DRAFTED, OFFSETS
+from polybasic.chain.formats.checkpoints.draft_vocabulary import (
+    draft_token_ids as stored_draft_token_ids,
+)
 from polybasic.chain.formats.head_kinds.eagle3 import variants_of
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.kernels.product_times import DTYPES

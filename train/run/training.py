@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import TOKENIZER_FILES
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.checkpoint import TOKENIZER_FILES
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.files import read_json, sha256_of_file, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.kernels.executor import Executor

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.gguf.tensors import TYPES
 from polybasic.chain.formats.gguf.writing import write_gguf
-from polybasic.chain.formats.manifest import MODEL_KINDS, Manifest, Member
+from polybasic.chain.formats.manifest import Manifest, Member
 from polybasic.chain.formats.verify import check_chain
 
 _SUFFIX = ".gguf"

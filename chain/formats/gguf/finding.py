@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoints.hub import snapshot
+from polybasic.chain.formats.checkpoints.packages import PACKAGE, path_in_package
 from polybasic.chain.formats.files import lies_anywhere
-from polybasic.chain.formats.hub import snapshot
-from polybasic.chain.formats.packages import PACKAGE, path_in_package
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

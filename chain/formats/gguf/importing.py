@@ -20,8 +20,8 @@ import torch
 
 from polybasic.chain.caching import CACHE_VARIABLE
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES, BlockType
-from polybasic.chain.formats.config import decoder_config
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, BlockType
+from polybasic.chain.formats.checkpoints.config import decoder_config
 from polybasic.chain.formats.files import (
     free_bytes,
     sha256_of_file,

@@ -7,12 +7,12 @@ import gguf
 import numpy as np
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import decoder_config
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.config import decoder_config
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.shapes import expected_shapes
 from polybasic.chain.formats.gguf.architectures import ARCHITECTURES, scaled_width
 from polybasic.chain.formats.gguf.header import Header, TensorPlace
 from polybasic.chain.formats.gguf.tensors import llama3_divisors
-from polybasic.chain.formats.shapes import expected_shapes
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _UNREAD = "attn_rot_embd.weight"

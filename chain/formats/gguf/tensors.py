@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import CODES_PER_WORD, PARTS, QuantizedWeight
-from polybasic.chain.formats.block_types import GROUP, BlockType, typed_name
-from polybasic.chain.formats.blocks import BlockWeight
-from polybasic.chain.formats.config import ConfigFile
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.awq import CODES_PER_WORD, PARTS, QuantizedWeight
+from polybasic.chain.formats.checkpoints.block_types import GROUP, BlockType, typed_name
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight
+from polybasic.chain.formats.checkpoints.config import ConfigFile
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 
 Type: TypeAlias = gguf.GGMLQuantizationType
 TYPES = {torch.float32: Type.F32, torch.float16: Type.F16, torch.bfloat16: Type.BF16}

@@ -6,8 +6,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from polybasic.chain.formats.checkpoint import stored_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.checkpoint import stored_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.gguf.architectures import add_numbers, architecture_of, warnings_of
 from polybasic.chain.formats.gguf.tensors import GGUFTensor, Type, tensors_of
 from polybasic.chain.formats.gguf.vocabulary import numbers, read_vocabulary

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import HeadConfig, Shape
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig, Shape
 from polybasic.chain.formats.head_kinds.kind import Content, HeadKind, is_whole
 
 SECTION, BLOCK_SIZE, MASK_TOKEN, LAYER_IDS, SHIFT, CAUSAL, PROJECTOR = (

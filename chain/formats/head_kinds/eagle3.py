@@ -8,7 +8,7 @@ vLLM and SGLang.
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import HeadConfig, Shape
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig, Shape
 from polybasic.chain.formats.head_kinds.kind import Content, HeadKind
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from polybasic.chain.formats.decoder_config import HeadConfig, ModelSizes, Shape
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig, ModelSizes, Shape
 
 Content = Mapping[str, Any]
 """Of a config.json."""

@@ -7,7 +7,7 @@ with which vLLM reads Medusa's; Hydra's are spelled alike.
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import HeadConfig, Shape
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig, Shape
 from polybasic.chain.formats.head_kinds.kind import MAX_POSITIONS, Content, HeadKind, is_whole
 
 NUM_HEADS, NUM_BLOCKS = "num_heads", "num_hidden_layers"

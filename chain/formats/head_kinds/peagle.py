@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import HeadConfig, Shape
+from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig, Shape
 from polybasic.chain.formats.head_kinds.block import NUM_POSITIONS
 from polybasic.chain.formats.head_kinds.eagle3 import (
     EAGLE3,

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.formats.blocks import BlockWeight
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.formats.plan import MAX_TOP_K, Window
 from polybasic.chain.kernels.backend import Backend
 from polybasic.chain.kernels.cpu import matrices

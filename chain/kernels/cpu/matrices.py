@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.awq import QuantizedWeight
-from polybasic.chain.formats.block_types import GROUP
-from polybasic.chain.formats.blocks import BlockWeight
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight
+from polybasic.chain.formats.checkpoints.block_types import GROUP
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight
 from polybasic.chain.kernels.cpu.library import ELEMENTS, Kernels, address
 
 LANES = 16

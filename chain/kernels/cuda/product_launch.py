@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from polybasic.chain.formats.block_types import DEVICE_STEP
+from polybasic.chain.formats.checkpoints.block_types import DEVICE_STEP
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES
 from polybasic.chain.kernels.cuda.product_kernels import norm_kernel, product_kernel
 from polybasic.chain.kernels.cuda.unpacking import (

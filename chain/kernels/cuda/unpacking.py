@@ -10,7 +10,7 @@
 import triton
 import triton.language as tl
 
-from polybasic.chain.formats.block_types import DEVICE_STEP, NESTED
+from polybasic.chain.formats.checkpoints.block_types import DEVICE_STEP, NESTED
 
 # A word becomes four registers of two codes each: (word >> 4 j) & 0x000f000f | MAGIC is a pair of
 # 128 + code in bfloat16 and of 1024 + code in float16, from which 128 (1024) + zero is subtracted:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polybasic.chain.formats.awq import QuantizedWeight, cpu_int4_weight, dequantize
-from polybasic.chain.formats.blocks import BlockWeight
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight
 from polybasic.chain.kernels.backend import WEIGHTS_AT_ONCE, Backend
 from polybasic.chain.kernels.product_times import multiplies_fast, name_of
 from polybasic.chain.kernels.torch.executor import TorchExecutor

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.decoder_config import LayerKind
+from polybasic.chain.formats.checkpoints.decoder_config import LayerKind
 from polybasic.chain.formats.head_kinds.dflash import DFlashBlock
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Layers

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.block_types import DEVICE_STEP, NESTED, BlockType
-from polybasic.chain.formats.blocks import BlockParts, BlockWeight
+from polybasic.chain.formats.checkpoints.block_types import DEVICE_STEP, NESTED, BlockType
+from polybasic.chain.formats.checkpoints.blocks import BlockParts, BlockWeight
 from polybasic.chain.kernels.torch.packed_weight import codes_of, words_of
 
 _WEIGHTS_AT_ONCE = 1 << 22

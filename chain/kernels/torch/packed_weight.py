@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.awq import QuantizedWeight
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight
 
 CODES_PER_WORD = 8
 GROUP_MULTIPLE = 32

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.manifest import MODEL_KINDS
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS
 from polybasic.deploy.bench.peers.catalogue import PEERS
 from polybasic.deploy.bench.peers.process import PeerSystem, run_worker
 from polybasic.deploy.bench.systems.chain_systems import weight_type

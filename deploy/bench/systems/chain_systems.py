@@ -5,10 +5,11 @@ import time
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES
 from polybasic.chain.formats.card import shown_members
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.formats.manifest import MODEL_KINDS, Member
+from polybasic.chain.formats.manifest import Member
 from polybasic.chain.formats.plan import Ngram, Plan, RuleSetting
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.bench.systems.system import System, TimedAnswer

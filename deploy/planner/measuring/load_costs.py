@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from polybasic.chain.formats.plan import Plan
+from polybasic.deploy.planner.measuring.answers import Calibration
 from polybasic.deploy.planner.measuring.costs import RoundCosts
-from polybasic.deploy.planner.measuring.traces import Calibration
 from polybasic.deploy.runtime.batching import ActiveSequence
 from polybasic.deploy.runtime.hardware import available_bytes
 from polybasic.deploy.runtime.request import Request

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from polybasic.chain.errors import LostProcessError, UserError
-from polybasic.chain.formats.shard import Shard
+from polybasic.chain.formats.checkpoints.shard import Shard
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.readable import readable_bytes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from polybasic.chain.errors import LostProcessError, UserError
-from polybasic.chain.formats.shard import Shard
+from polybasic.chain.formats.checkpoints.shard import Shard
 from polybasic.chain.processes.place import is_on_one_host
 
 Order = list[Any]

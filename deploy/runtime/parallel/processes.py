@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from polybasic.chain.errors import LostProcessError, UserError
-from polybasic.chain.formats.shard import Shard
+from polybasic.chain.formats.checkpoints.shard import Shard
 from polybasic.chain.processes.group import process_device
 from polybasic.chain.processes.place import place_in
 from polybasic.deploy.runtime.parallel.group import Group

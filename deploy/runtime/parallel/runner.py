@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polybasic.chain.formats.checkpoints.shard import Shard
 from polybasic.chain.formats.plan import Window
-from polybasic.chain.formats.shard import Shard
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.kernels.cpu.library import FixedTensors
 from polybasic.chain.kernels.cuda.graphs import Graphs

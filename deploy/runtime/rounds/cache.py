@@ -8,7 +8,7 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.decoder_config import DecoderConfig
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.kernels.cpu.library import FixedTensors, kernels_for
 from polybasic.chain.kernels.executor import Executor
 

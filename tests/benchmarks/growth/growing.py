@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.formats.awq import QuantizedWeight, dequantize
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import render_card
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.describe import describe_chain
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import Tree

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats import awq as awq_format
-from polybasic.chain.formats.awq import QuantizedWeight, cpu_int4_weight, dequantize
-from polybasic.chain.formats.quantization import (
+from polybasic.chain.formats.checkpoints import awq as awq_format
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, cpu_int4_weight, dequantize
+from polybasic.chain.formats.checkpoints.quantization import (
     GROUP_SIZES,
     largest_group_size,
     quantization_config,

@@ -4,8 +4,8 @@ import gguf
 import pytest
 import torch
 
-from polybasic.chain.formats.block_types import BLOCK_TYPES, typed_name
-from polybasic.chain.formats.blocks import BlockWeight, in_8_bits
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, typed_name
+from polybasic.chain.formats.checkpoints.blocks import BlockWeight, in_8_bits
 from tests.chain.native_models import random_rows
 
 

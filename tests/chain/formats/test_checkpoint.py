@@ -17,18 +17,19 @@ from safetensors.torch import load_file, save_file
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chains import resolve_chain
-from polybasic.chain.formats.checkpoint import (
+from polybasic.chain.formats.checkpoints.checkpoint import (
     copy_checkpoint,
     load_tensors,
     split_hub_id,
     weight_files,
 )
-from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.model.reference import load_reference_model
 
 
 def test_modules_of_files_import_no_torch() -> None:
-    modules = ("card", "checkpoint", "describe", "hub", "lineage", "manifest", "package", "verify")
+    of_checkpoints = ("checkpoints.checkpoint", "checkpoints.hub")
+    modules = ("card", "describe", "lineage", "manifest", "package", "verify", *of_checkpoints)
     imports = "; ".join(f"import polybasic.chain.formats.{module}" for module in modules)
     code = f"{imports}; import sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,8 +7,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import decoder_config
-from polybasic.chain.formats.decoder_config import LayerKind
+from polybasic.chain.formats.checkpoints.config import decoder_config
+from polybasic.chain.formats.checkpoints.decoder_config import LayerKind
 from polybasic.chain.formats.families.table import FAMILIES
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables, draft_token_ids
 
 Tables = dict[str, Tensor]
 TOKEN_IDS = torch.tensor([1, 2, 5, 7])

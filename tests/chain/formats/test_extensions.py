@@ -11,11 +11,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS
 from polybasic.chain.formats.extensions import offered, resolve
 from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.formats.manifest import MODEL_KINDS, Manifest, read_manifest
+from polybasic.chain.formats.manifest import Manifest, read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.heads.export import export_head
 from polybasic.chain.heads.importing import import_head

@@ -16,10 +16,14 @@ from safetensors.torch import load_file
 from polybasic.chain.caching import CACHE_VARIABLE
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chains import resolve_chain
-from polybasic.chain.formats.checkpoint import load_tensors, resolve_adapter, resolve_head
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.checkpoint import (
+    load_tensors,
+    resolve_adapter,
+    resolve_head,
+)
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.gguf.writing import write_gguf
-from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.verify import check_chain
 from tests.chain.fake_hub import Hub, Repository, serve
 from tests.checkpoints import write_family
@@ -303,7 +307,7 @@ def test_a_terminal_sees_the_progress(hub: Hub, tiny_target: Path, tmp_path: Pat
     hub.repositories["org/name"] = Repository()
     hub.repositories["org/name"].commit(tiny_target)
     code = (
-        "from polybasic.chain.formats.models import resolve_model\n"
+        "from polybasic.chain.formats.checkpoints.models import resolve_model\n"
         "print(resolve_model('org/name').name)"
     )
     terminal, attached = pty.openpty()

@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, LlamaTokenizer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import record_plan, record_results
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import read_manifest
-from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.places import command_without_places
 from polybasic.chain.formats.plan import (
     NUM_PROBABILITY_BINS,

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import dequantize, packed_weight
 from polybasic.chain.formats.card import weight_notes
-from polybasic.chain.formats.checkpoint import copy_files, load_tensors, tokenizer_files
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.gptq import as_awq
-from polybasic.chain.formats.models import resolve_model
+from polybasic.chain.formats.checkpoints.awq import dequantize, packed_weight
+from polybasic.chain.formats.checkpoints.checkpoint import copy_files, load_tensors, tokenizer_files
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.gptq import as_awq
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.kernels.cpu.executor import CpuExecutor
 from polybasic.chain.kernels.rows import consecutive_rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.heads.compact import compacted, expanded
 from polybasic.chain.heads.export import export_compact
 from polybasic.chain.heads.importing import import_head

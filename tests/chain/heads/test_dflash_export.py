@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.heads.export import ENGINES, Engine, export_head, launch_command

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables
+from polybasic.chain.formats.checkpoints.shapes import check_shapes
 from polybasic.chain.formats.head_kinds.eagle3 import EAGLE3
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
-from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.heads.export import (
     ENGINES,
     Engine,

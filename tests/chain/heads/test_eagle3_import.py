@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.draft_vocabulary import draft_tables, draft_token_ids
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables, draft_token_ids
+from polybasic.chain.formats.checkpoints.shapes import check_shapes
 from polybasic.chain.formats.head_kinds.eagle3 import EAGLE3
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.heads.importing import import_head, required_weights
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.chain.model.loading import load_decoder, load_head

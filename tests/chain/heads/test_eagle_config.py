@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import check_feature_layers, head_config
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig
+from polybasic.chain.formats.checkpoints.config import check_feature_layers, head_config
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.heads.eagle_config import default_feature_layers, eagle3_config, eagle_config
 
 SIZES = DecoderConfig(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.heads.export import ENGINES, Engine, Exported, export_head, launch_command
 from polybasic.chain.heads.importing import import_head

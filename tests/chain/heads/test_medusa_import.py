@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import resolve_head
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.checkpoint import resolve_head
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.heads.importing import import_head

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.formats.config import head_config, read_config
-from polybasic.chain.formats.draft_vocabulary import draft_tables
+from polybasic.chain.formats.checkpoints.config import head_config, read_config
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables
+from polybasic.chain.formats.checkpoints.shapes import check_shapes, expected_shapes
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.formats.shapes import check_shapes, expected_shapes
 from polybasic.chain.heads.importing import import_head
 from polybasic.chain.model.loading import load_decoder, load_head
 from tests.chain.heads.test_importing import EAGLE_CONFIG, refusal

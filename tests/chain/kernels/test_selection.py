@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import dequantize, round_to_nearest
-from polybasic.chain.formats.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
+from polybasic.chain.formats.checkpoints.awq import dequantize, round_to_nearest
+from polybasic.chain.formats.checkpoints.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
 from polybasic.chain.kernels import backend as backends
 from polybasic.chain.kernels import selection
 from polybasic.chain.kernels.cpu.executor import CpuBackend

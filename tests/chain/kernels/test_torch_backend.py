@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.awq import dequantize, round_to_nearest
-from polybasic.chain.formats.quantization import GROUP_SIZES
+from polybasic.chain.formats.checkpoints.awq import dequantize, round_to_nearest
+from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZES
 from polybasic.chain.kernels.product_times import multiplies_fast
 from polybasic.chain.kernels.torch import backends
 from polybasic.chain.kernels.torch.backends import TorchBackend

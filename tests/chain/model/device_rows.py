@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows

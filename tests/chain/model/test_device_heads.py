@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.shapes import expected_shapes
 from polybasic.chain.formats.plan import Window
-from polybasic.chain.formats.shapes import expected_shapes
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
 from polybasic.chain.kernels.torch.executor import TorchExecutor

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import decoder_config, read_config
-from polybasic.chain.formats.decoder_config import DecoderConfig, LayerKind
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import decoder_config, read_config
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, LayerKind
+from polybasic.chain.formats.checkpoints.shapes import check_shapes
 from polybasic.chain.formats.plan import Tree
-from polybasic.chain.formats.shapes import check_shapes
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import inverse_frequency
@@ -247,7 +247,7 @@ def load_with(
 ) -> None:
     """Checkpoints are loaded as if their configs said something else."""
     monkeypatch.setattr(
-        "polybasic.chain.formats.config.decoder_config",
+        "polybasic.chain.formats.checkpoints.config.decoder_config",
         lambda raw, where: change(decoder_config(raw, where)),
     )
 

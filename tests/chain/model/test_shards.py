@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats import shard as shards
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.shard import Shard, check_divisible
+from polybasic.chain.formats.checkpoints import shard as shards
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.shard import Shard, check_divisible
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import consecutive_rows, tree_rows
 from polybasic.chain.model.loading import load_decoder

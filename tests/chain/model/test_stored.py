@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import dequantize, round_to_nearest
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import decoder_config, read_config
-from polybasic.chain.formats.shapes import expected_shapes
+from polybasic.chain.formats.checkpoints.awq import dequantize, round_to_nearest
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import decoder_config, read_config
+from polybasic.chain.formats.checkpoints.shapes import expected_shapes
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.kernels.torch import backends
 from polybasic.chain.model import loading

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import LayerKind
+from polybasic.chain.formats.checkpoints.decoder_config import LayerKind
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span

@@ -18,9 +18,10 @@ from polybasic.deploy import load_chain
 from polybasic.deploy.planner import finalists
 from polybasic.deploy.planner.explanation import decide, explain
 from polybasic.deploy.planner.finalists import CLOSE, time_finalists
+from polybasic.deploy.planner.measuring.answers import Calibration, CalibrationPrompt
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import RoundCosts, _plans_to_time
-from polybasic.deploy.planner.measuring.traces import Calibration, CalibrationPrompt, Measured
+from polybasic.deploy.planner.measuring.traces import Measured
 from polybasic.deploy.planner.run import plan_loaded
 from polybasic.deploy.planner.search import choose_plan
 from polybasic.deploy.planner.settings import PlanGrid, PlanSettings

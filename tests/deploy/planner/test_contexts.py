@@ -13,18 +13,15 @@ from torch import Tensor
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import ContextPlan, MeasuredPlan, Plan, Tree
 from polybasic.deploy import load_chain
-from polybasic.deploy.planner.contexts import (
-    ContextChoice,
-    choose_by_context,
-    contexts_compared,
-)
+from polybasic.deploy.planner.alternatives import Alternative, compared
+from polybasic.deploy.planner.contexts import choose_by_context
 from polybasic.deploy.planner.explanation import explain
 from polybasic.deploy.planner.measuring import load_costs
+from polybasic.deploy.planner.measuring.answers import Calibration, CalibrationPrompt
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import MIN_SAMPLES, RoundCosts
 from polybasic.deploy.planner.measuring.load_costs import LoadTimer
 from polybasic.deploy.planner.measuring.measurements import DraftCosts, PassCosts
-from polybasic.deploy.planner.measuring.traces import Calibration, CalibrationPrompt
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.search import choose_plan
 from polybasic.deploy.planner.settings import PlanGrid, PlanSettings
@@ -64,7 +61,7 @@ class ContextTimer(Timer):
 
 def found_by(
     most_context: int, contexts: Sequence[int], budget: Budget | None = None
-) -> list[ContextChoice]:
+) -> list[Alternative]:
     measured = measured_on(attends(0))
     choice = choose_plan(measured.measurements, GRID)
     timer = ContextTimer(most_context)
@@ -75,16 +72,16 @@ def found_by(
 @pytest.mark.parametrize("most_context", [2000, 8000, 30_000])
 def test_trees_get_narrower_and_drafts_end_as_the_context_grows(most_context: int) -> None:
     found = found_by(most_context, (8000, 1000, 100, 2))
-    assert {context.tokens: rows_of(context.best.plan) for context in found} == {
+    assert {context.number: rows_of(context.best.plan) for context in found} == {
         4: 8, 100: 8, 1000: 2, 8000: 1,
     }  # fmt: skip
     seconds = [context.best.seconds_per_token for context in found]
     assert seconds == pytest.approx([8.8, 9.7, 15.6, 25.0], rel=0.02)
     alone = [context.choice.alone.seconds_per_token for context in found]
     assert alone == pytest.approx([17.0, 17.1, 18.0, 25.0], rel=0.01)
-    of_short = [context.of_short.seconds_per_token for context in found]
+    of_short = [context.usual.seconds_per_token for context in found]
     assert of_short == pytest.approx([8.8, 9.7, 18.1, 83.5], rel=0.02)
-    assert all(context.planned().plan == context.best.plan for context in found)
+    assert all(context.planned()["plan"] == context.best.plan for context in found)
 
 
 def test_nothing_is_chosen_where_there_is_no_room_or_no_time() -> None:
@@ -95,7 +92,7 @@ def test_nothing_is_chosen_where_there_is_no_room_or_no_time() -> None:
     found = found_by(8000, (1000,), budget)
     assert budget.left_out == ["3 of 4 timings behind a long context"]
     # of the target alone nothing is known then but by the narrow tree
-    assert [context.tokens for context in found] == [4, 1000]
+    assert [context.number for context in found] == [4, 1000]
 
 
 def test_nothing_is_chosen_where_a_member_was_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +105,7 @@ def test_nothing_is_chosen_where_a_member_was_not_timed(monkeypatch: pytest.Monk
 def test_plans_by_context_are_shown_in_eighty_columns() -> None:
     measured = measured_on(attends(0))
     choice = choose_plan(measured.measurements, GRID)
-    rows = contexts_compared(found_by(8000, (1000, 8000)))
+    rows = compared(found_by(8000, (1000, 8000)), "tokens", "plan_of_short")
     for row in rows:
         for key in ("seconds_per_token", "seconds_of_target_alone", "seconds_of_plan_of_short"):
             row[key] /= 1000

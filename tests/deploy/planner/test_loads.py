@@ -15,13 +15,15 @@ from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import load_chain
+from polybasic.deploy.planner.alternatives import Alternative, compared
 from polybasic.deploy.planner.explanation import explain
-from polybasic.deploy.planner.loads import LoadChoice, choose_by_load, loads_compared
+from polybasic.deploy.planner.loads import choose_by_load
+from polybasic.deploy.planner.measuring.answers import Calibration, CalibrationPrompt
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import MIN_SAMPLES, RoundCosts
 from polybasic.deploy.planner.measuring.load_costs import NUM_BLOCKS, NUM_ROUNDS, LoadTimer, _usual
 from polybasic.deploy.planner.measuring.measurements import DraftCosts, PassCosts, num_candidates
-from polybasic.deploy.planner.measuring.traces import Calibration, CalibrationPrompt, Measured
+from polybasic.deploy.planner.measuring.traces import Measured
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.search import choose_plan
 from polybasic.deploy.planner.settings import PlanGrid, PlanSettings
@@ -102,7 +104,7 @@ class Timer(LoadTimer):
 
 def found_by(
     timer: Timer, loads: tuple[int, ...] = LOADS, budget: Budget | None = None
-) -> list[LoadChoice]:
+) -> list[Alternative]:
     measured = measured_on(timer.machine)
     choice = choose_plan(measured.measurements, GRID)
     return choose_by_load(
@@ -116,21 +118,21 @@ def rows_of(plan: Plan) -> int:
 
 def test_trees_get_narrower_and_drafts_end_as_the_load_grows() -> None:
     found = found_by(Timer(reads_weights))
-    assert {load.sequences: rows_of(load.best.plan) for load in found} == {
+    assert {load.number: rows_of(load.best.plan) for load in found} == {
         1: 8, 2: 2, 4: 2, 8: 2, 16: 1,
     }  # fmt: skip
     seconds = [load.best.seconds_per_token for load in found]
     assert seconds == pytest.approx([8.8, 5.6, 3.6, 2.6, 2.0], rel=0.01)
     alone = [load.choice.alone.seconds_per_token for load in found]
     assert alone == pytest.approx([17.0, 9.0, 5.0, 3.0, 2.0], rel=0.01)
-    of_one = [load.plan_of_one.seconds_per_token for load in found]
+    of_one = [load.usual.seconds_per_token for load in found]
     assert of_one == pytest.approx([8.8, 6.1, 4.8, 4.1, 3.8], rel=0.02)
-    assert all(load.planned().plan == load.best.plan for load in found)
+    assert all(load.planned()["plan"] == load.best.plan for load in found)
 
 
 def test_a_load_that_changes_no_cost_changes_no_plan() -> None:
     found = found_by(Timer(reads_rows_for_nothing))
-    assert [load.sequences for load in found] == list(LOADS)
+    assert [load.number for load in found] == list(LOADS)
     assert {load.best.plan.model_dump_json() for load in found} == {
         found[0].best.plan.model_dump_json()
     }
@@ -176,7 +178,7 @@ def test_large_loads_are_left_out_where_there_is_no_time_or_no_room() -> None:
     timer = SlowTimer(reads_weights)
     budget = Budget(100.0, lambda: timer.now)
     found = found_by(timer, (*LOADS, 2000), budget)
-    assert [load.sequences for load in found] == [1, 2, 4]
+    assert [load.number for load in found] == [1, 2, 4]
     assert budget.left_out == [
         "plans for 8 sequences",
         "plans for 16 sequences",
@@ -212,19 +214,16 @@ def test_sequences_change_their_plan_only_for_a_clearly_faster_one() -> None:
     last = found_by(Timer(reads_weights))[-1]
     fastest = last.choice.best
     assert last.best is fastest
-    assert last.plan_of_one.plan != fastest.plan
-    as_fast = replace(
-        last.plan_of_one, predicted=fastest.predicted, measurements=fastest.measurements
-    )
-    assert replace(last, plan_of_one=as_fast).best is as_fast
+    assert last.usual.plan != fastest.plan
+    as_fast = replace(last.usual, predicted=fastest.predicted, measurements=fastest.measurements)
+    assert replace(last, usual=as_fast).best is as_fast
 
 
 def test_plans_by_load_are_shown_in_eighty_columns() -> None:
     measured = measured_on(reads_weights)
     choice = choose_plan(measured.measurements, GRID)
-    explanation = explain(
-        choice, measured.measurements[0], None, loads_compared(found_by(Timer(reads_weights)))
-    )
+    loads = compared(found_by(Timer(reads_weights)), "sequences", "plan_of_one")
+    explanation = explain(choice, measured.measurements[0], None, loads)
     for row in explanation["loads"]:
         for key in ("seconds_per_token", "seconds_of_target_alone", "seconds_of_plan_of_one"):
             row[key] /= 1000

@@ -20,7 +20,6 @@ from polybasic.deploy.planner.theory import (
     Insertion,
     accepted_length_moments,
     coupled_agreement,
-    estimate_acceptance,
     judge_insertion,
     kept_probabilities,
     predicted_speedup,
@@ -185,29 +184,6 @@ def test_the_long_block_limit_is_no_variance_of_short_blocks() -> None:
     limit = Fraction(1, 2) / (1 - Fraction(1, 2)) ** 2
     assert float(accepted_length_moments(Fraction(1, 2), 60)[1]) == pytest.approx(float(limit))
     assert limit == 8 * accepted_length_moments(Fraction(1, 2), 2)[1]
-
-
-def test_estimated_acceptance() -> None:
-    # kept 3 + 0 + 1, judged 3 + 1 + 2
-    assert estimate_acceptance([4, 1, 2], max_tokens=4) == pytest.approx(4 / 6)
-    assert estimate_acceptance([4, 4], max_tokens=4) == 1
-    assert estimate_acceptance([1], max_tokens=2) == 0
-    for lengths, max_tokens in (([], 4), ([5], 4), ([0], 4), ([1], 1)):
-        with pytest.raises(UserError):
-            estimate_acceptance(lengths, max_tokens)
-
-
-def test_estimated_acceptance_is_the_likeliest() -> None:
-    lengths, max_tokens = [4, 1, 2, 3, 4, 4, 1], 4
-
-    def likelihood(acceptance: float) -> float:
-        ends = (1 if length == max_tokens else 1 - acceptance for length in lengths)
-        return float(
-            np.prod([acceptance ** (n - 1) * e for n, e in zip(lengths, ends, strict=True)])
-        )
-
-    best = estimate_acceptance(lengths, max_tokens)
-    assert all(likelihood(best) > likelihood(best + step) for step in (-0.05, -0.01, 0.01, 0.05))
 
 
 # What is kept of a block, given the text that came about

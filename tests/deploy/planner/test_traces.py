@@ -20,10 +20,10 @@ from polybasic.chain.kernels.drafts import ABSENT
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.planner.measuring import costs, traces
+from polybasic.deploy.planner.measuring.answers import answer_prompts
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import _line, _mean, measure_costs
 from polybasic.deploy.planner.measuring.measurements import Measurements
-from polybasic.deploy.planner.measuring.traces import answer_prompts
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.settings import BenchSettings, PlanGrid, PlanSettings
 from polybasic.deploy.planner.simulation import simulate

@@ -20,16 +20,11 @@ from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.planner import windows as windowing
 from polybasic.deploy.planner.explanation import decide, explain
 from polybasic.deploy.planner.measuring import costs as round_costs
+from polybasic.deploy.planner.measuring.answers import Calibration, answer_prompts
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import MIN_SAMPLES, RoundCosts, compare_costs
 from polybasic.deploy.planner.measuring.measurements import DraftCosts, Measurements, PassCosts
-from polybasic.deploy.planner.measuring.traces import (
-    Calibration,
-    Measured,
-    answer_prompts,
-    measure,
-    trace_answer,
-)
+from polybasic.deploy.planner.measuring.traces import Measured, measure, trace_answer
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.search import choose_plan, choose_windows
 from polybasic.deploy.planner.settings import BenchSettings, PlanGrid, PlanSettings

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy import load_chain

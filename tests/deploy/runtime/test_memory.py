@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.plan import MAX_TREE_ROWS, Tree
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.kernels.cpu.library import load_kernels

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.blocks import in_8_bits
+from polybasic.chain.formats.checkpoints.blocks import in_8_bits
 from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.chain.kernels.weights import Linear
 from polybasic.deploy import load_chain

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Flush, Plan, Tree

@@ -17,7 +17,7 @@ import pytest
 from polybasic.chain.errors import UserError
 from polybasic.deploy import Chain, load_chain
 from polybasic.recipes.cli import main as cli
-from polybasic.recipes.cli.conversation import Conversation, run_command
+from polybasic.recipes.cli.shared.conversation import Conversation, run_command
 from polybasic.train.data.conversations import read_rows
 from tests import forked
 from tests.recipes.command_line import call, refusal

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.recipes.cli import asking
+from polybasic.recipes.cli.shared import asking
 from polybasic.recipes.pipeline.run import as_yaml
 from polybasic.recipes.pipeline.running import locked
 from polybasic.recipes.schema.loading import load_recipe

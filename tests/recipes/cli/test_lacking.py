@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.recipes.cli.lacking import what_is_lacking
+from polybasic.recipes.cli.shared.lacking import what_is_lacking
 
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 

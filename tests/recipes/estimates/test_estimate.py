@@ -11,7 +11,7 @@ import torch
 
 from polybasic.chain.console import Console
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors, stored_tensors
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, stored_tensors
 from polybasic.chain.kernels.product_times import multiplies_fast
 from polybasic.quantize.blocks import round_to_blocks
 from polybasic.recipes.cli.run import on_devices

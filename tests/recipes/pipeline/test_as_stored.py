@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import has_blocks
+from polybasic.chain.formats.checkpoints.checkpoint import has_blocks
 from polybasic.chain.formats.gguf.importing import imported
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.manifest import read_manifest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.formats import writing_checkpoints
+from polybasic.chain.formats.checkpoints import writing_checkpoints
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors, resolve_head
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, resolve_head
 from polybasic.chain.heads.importing import import_head
 from polybasic.recipes.cli.run import on_devices
 from polybasic.recipes.estimates.costs import StageEstimate

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polybasic.chain.formats.config import read_config
-from polybasic.chain.formats.draft_vocabulary import draft_token_ids
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_token_ids
+from polybasic.chain.formats.checkpoints.shapes import check_shapes
 from polybasic.chain.formats.files import read_json
-from polybasic.chain.formats.shapes import check_shapes
 from polybasic.train.head.files import write_head
 from polybasic.train.head.start import new_head, trained_weights
 from polybasic.train.settings import HeadSettings

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.processes.interruption import Interrupted
 from polybasic.train.run.training import train_head

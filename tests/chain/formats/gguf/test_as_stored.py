@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import BLOCK_TYPES, GROUP, NESTED, typed_name
 from polybasic.chain.formats.card import weight_notes
-from polybasic.chain.formats.checkpoint import (
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, GROUP, NESTED, typed_name
+from polybasic.chain.formats.checkpoints.checkpoint import (
     has_blocks,
     load_tensors,
     read_tensors,
     stored_tensors,
 )
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.shapes import check_shapes, num_parameters, tensor_headers
 from polybasic.chain.formats.gguf.export import export_gguf
 from polybasic.chain.formats.gguf.importing import imported
 from polybasic.chain.formats.gguf.tensors import Type
 from polybasic.chain.formats.gguf.writing import write_gguf
 from polybasic.chain.formats.plan import Plan, Tree
-from polybasic.chain.formats.shapes import check_shapes, num_parameters, tensor_headers
 from polybasic.chain.kernels.cpu.executor import CpuExecutor
 from polybasic.chain.kernels.product_times import evaluation_dtype, name_of
 from polybasic.chain.kernels.rows import consecutive_rows

@@ -12,8 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import QuantizedWeight, dequantize
-from polybasic.chain.formats.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.gguf.export import export_gguf
 from polybasic.chain.formats.gguf.splits import SPLITS
 from polybasic.chain.formats.gguf.tensors import interleaved

@@ -13,18 +13,18 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.bare import bare_chain
 from polybasic.chain.formats.chains import resolve_chain
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import read_config
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.gguf.importing import imported
 from polybasic.chain.formats.gguf.splits import SPLITS
 from polybasic.chain.formats.gguf.tensors import Type
 from polybasic.chain.formats.gguf.writing import write_gguf
 from polybasic.chain.formats.manifest import Reference, read_manifest
-from polybasic.chain.formats.models import resolve_model
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.tokenizer import load_tokenizer

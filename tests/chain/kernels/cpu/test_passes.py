@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.awq import dequantize
-from polybasic.chain.formats.block_types import BLOCK_TYPES, GROUP, NESTED
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.awq import dequantize
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, GROUP, NESTED
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.kernels.cpu.executor import MAX_ROWS
 from polybasic.chain.kernels.cpu.matrices import NativeLinear
 from polybasic.chain.kernels.executor import Executor

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.awq import dequantize, round_to_nearest
-from polybasic.chain.formats.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.awq import dequantize, round_to_nearest
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
 from polybasic.chain.kernels.cuda.product_options import (
     BLOCK_SHAPES,

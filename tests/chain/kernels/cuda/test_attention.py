@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from polybasic.chain.formats.decoder_config import LayerKind
+from polybasic.chain.formats.checkpoints.decoder_config import LayerKind
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import _tickets, attention, attention_by
 from polybasic.chain.kernels.cuda.attention_plan import AttentionLayer, AttentionPlan, Gpu

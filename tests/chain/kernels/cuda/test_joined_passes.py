@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from polybasic.chain.formats.awq import round_to_nearest
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, LayerKind
+from polybasic.chain.formats.checkpoints.awq import round_to_nearest
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig, LayerKind
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda import joined_passes
 from polybasic.chain.kernels.cuda.executor import CudaExecutor

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from polybasic.chain.formats.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
 from polybasic.chain.kernels.cuda import product_kernels, unpacking
 from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
 from polybasic.chain.kernels.cuda.product_options import BLOCK_SHAPES, DENSE_SHAPES, PACKED_SHAPES

@@ -9,8 +9,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from polybasic.chain.formats.awq import QuantizedWeight, dequantize
-from polybasic.chain.formats.block_types import BLOCK_TYPES, DEVICE_STEP
+from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, dequantize
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, DEVICE_STEP
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES, product_launch, products
 from polybasic.chain.kernels.cuda.executor import TritonEmbedding, TritonOperations
 from polybasic.chain.kernels.cuda.product_launch import ManyRows, Tiling, dequantized, normed

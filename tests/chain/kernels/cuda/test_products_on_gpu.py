@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from polybasic.chain.formats.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
 from polybasic.chain.kernels.cuda.choice import Choices, compile_together
 from polybasic.chain.kernels.cuda.product_launch import (
     Product,

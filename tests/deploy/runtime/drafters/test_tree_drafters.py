@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polybasic.chain.formats.config import read_config
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.chain.kernels.executor import Executor

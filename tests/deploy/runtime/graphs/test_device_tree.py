@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import LayerKind
+from polybasic.chain.formats.checkpoints.decoder_config import LayerKind
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates, DraftTree
 from polybasic.chain.kernels.torch.operations import Operations

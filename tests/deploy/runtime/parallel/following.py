@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch.distributed import FileStore
 
+from polybasic.chain.formats.checkpoints.shard import Shard
 from polybasic.chain.formats.package import Part
-from polybasic.chain.formats.shard import Shard
 from polybasic.deploy.runtime.parallel import processes
 from polybasic.deploy.runtime.parallel.follower import follow
 from polybasic.deploy.runtime.parallel.group import Group

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.formats.checkpoints.shard import Shard
 from polybasic.chain.formats.plan import Window
-from polybasic.chain.formats.shard import Shard
 from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows
 from polybasic.chain.model.loading import load_decoder

@@ -306,7 +306,6 @@ def test_tokens_name_the_member_that_proposed_them(chain: Chain) -> None:
         assert statistics.drafted.keys() <= known
         for name, num in statistics.accepted.items():
             assert num <= statistics.drafted[name]
-            assert sum(statistics.accepted_by_position[name]) == num
 
 
 def test_min_tokens_holds_stop_tokens_back(chain: Chain) -> None:

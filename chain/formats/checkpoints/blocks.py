@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polybasic.chain.formats.block_types import BLOCK_TYPES, NESTED, BlockType
+from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, NESTED, BlockType
 
 _WEIGHTS_AT_ONCE = 1 << 22
 """That are in float32 at a time."""

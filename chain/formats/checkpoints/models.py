@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from polybasic.chain.formats.checkpoint import resolve_checkpoint
+from polybasic.chain.formats.checkpoints.checkpoint import resolve_checkpoint
+from polybasic.chain.formats.checkpoints.gptq import as_awq, is_gptq
 from polybasic.chain.formats.gguf.finding import find_gguf, names_gguf
-from polybasic.chain.formats.gptq import as_awq, is_gptq
 
 
 def resolve_model(

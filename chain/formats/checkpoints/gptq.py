@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.checkpoint import load_tensors
-from polybasic.chain.formats.config import ConfigFile, read_config
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
+from polybasic.chain.formats.checkpoints.config import ConfigFile, read_config
+from polybasic.chain.formats.checkpoints.quantization import BITS, GROUP_SIZES, quantization_config
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.kept import MODELS, folder_stamp, kept_folder
-from polybasic.chain.formats.quantization import BITS, GROUP_SIZES, quantization_config
 from polybasic.chain.progress import tracked
 from polybasic.chain.readable import alternatives
 
@@ -58,7 +58,7 @@ def as_awq(folder: Path) -> Path:
 def _convert(source: Path, out: Path) -> None:
     import torch
 
-    from polybasic.chain.formats.writing_checkpoints import write_checkpoint
+    from polybasic.chain.formats.checkpoints.writing_checkpoints import write_checkpoint
 
     config = read_config(source)
     settings = _checked(config)
@@ -102,7 +102,7 @@ def _repacked(words: "Tensor", part: str, has_exact_zeros: bool) -> "Tensor":
     """
     import torch
 
-    from polybasic.chain.formats.awq import CODES_PER_WORD, pack_words
+    from polybasic.chain.formats.checkpoints.awq import CODES_PER_WORD, pack_words
 
     dim = 1 if part == "qweight" else 2
     shifts = torch.arange(0, CODES_PER_WORD * BITS, BITS, dtype=torch.int32)

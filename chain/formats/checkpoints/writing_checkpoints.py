@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from polybasic.chain.formats.checkpoint import checkpoint_files, copy_files, model_files
+from polybasic.chain.formats.checkpoints.checkpoint import checkpoint_files, copy_files, model_files
 from polybasic.chain.formats.files import write_json
 
 _SHARD_SIZE = "5GB"

@@ -4,9 +4,9 @@ Shape legend: H hidden size, I intermediate size, A heads x head size, K key-val
 size.
 """
 
-from polybasic.chain.formats.decoder_config import DecoderConfig, Shape
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, Shape
+from polybasic.chain.formats.checkpoints.kinds import Kind, is_head
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.formats.manifest import Kind, is_head
 
 DRAFT_TABLES = ("d2t", "t2d")
 """Tables of a head that drafts among a part of the vocabulary; see draft_vocabulary.py."""

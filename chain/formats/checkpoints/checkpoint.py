@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import typed_name
+from polybasic.chain.formats.checkpoints.block_types import typed_name
+from polybasic.chain.formats.checkpoints.hub import snapshot
+from polybasic.chain.formats.checkpoints.packages import PACKAGE, path_in_package
 from polybasic.chain.formats.files import disk_errors, lies_anywhere, opened_mode, read_json
-from polybasic.chain.formats.hub import snapshot
-from polybasic.chain.formats.packages import PACKAGE, path_in_package
 
 if TYPE_CHECKING:
     import torch
@@ -260,7 +260,7 @@ def load_tensors(folder: Path, dtype: "torch.dtype | None" = None) -> "dict[str,
     """
     import torch
 
-    from polybasic.chain.formats.blocks import BlockWeight
+    from polybasic.chain.formats.checkpoints.blocks import BlockWeight
 
     tensors: dict[str, torch.Tensor] = {}
     for stored_name, tensor in stored_tensors(folder).items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.quantization import BITS, GROUP_SIZE, GROUP_SIZES
+from polybasic.chain.formats.checkpoints.quantization import BITS, GROUP_SIZE, GROUP_SIZES
 from polybasic.chain.readable import alternatives
 
 PARTS = ("qweight", "qzeros", "scales")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.names import DRAFT_TABLES
+from polybasic.chain.formats.checkpoints.names import DRAFT_TABLES
 
 OFFSETS, IS_DRAFTED = DRAFT_TABLES
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, LayerKind
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig, LayerKind
+from polybasic.chain.formats.checkpoints.kinds import Kind, is_head
+from polybasic.chain.formats.checkpoints.quantization import read_quantization_config
 from polybasic.chain.formats.families.reading import completed
 from polybasic.chain.formats.families.table import FAMILIES
 from polybasic.chain.formats.files import read_json
 from polybasic.chain.formats.head_kinds.table import head_kind_of
-from polybasic.chain.formats.manifest import Kind, is_head
-from polybasic.chain.formats.quantization import read_quantization_config
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")

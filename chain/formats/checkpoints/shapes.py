@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.block_types import typed_name
-from polybasic.chain.formats.checkpoint import load_tensors, weight_files
-from polybasic.chain.formats.decoder_config import DecoderConfig, HeadConfig, Shape
-from polybasic.chain.formats.files import parse_json
-from polybasic.chain.formats.head_kinds.kind import HeadKind
-from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.formats.manifest import Kind, is_head
-from polybasic.chain.formats.names import (
+from polybasic.chain.formats.checkpoints.block_types import typed_name
+from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, weight_files
+from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig, Shape
+from polybasic.chain.formats.checkpoints.kinds import Kind, is_head
+from polybasic.chain.formats.checkpoints.names import (
     DRAFT_TABLES,
     layer_norms,
     linear_shapes,
     required_biases,
 )
+from polybasic.chain.formats.files import parse_json
+from polybasic.chain.formats.head_kinds.kind import HeadKind
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 
 _MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I32": "int32", "I64": "int64"}
