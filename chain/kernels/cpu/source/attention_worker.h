@@ -229,7 +229,10 @@ protected:
             end = std::max(end, viewers[q].view.plain_end);
         }
         for (int at = begin; at < end; at += kLanes) {
-            if (is_first) fetch_ahead(keys_, at);
+            if (is_first) {
+                fetch(keys_, at + kFetchedAhead);
+                fetch(values_, at);  // for the sums, which follow
+            }
             const ConsecutiveRows<T> keys{row_of(keys_, at), head_dim()};
             if (first_ + at + kLanes > shape_.capacity) {
                 score_last(queries, num, at, end);
@@ -242,11 +245,11 @@ protected:
         }
     }
 
-    // Prefetch the keys or values that are needed soon: the processor's own prefetching stops at the end
-    // of each page of memory.
-    void fetch_ahead(const T* head, int at) const {
-        if (first_ + at + kFetchedAhead >= plain_end_) return;
-        const char* bytes = reinterpret_cast<const char*>(row_of(head, at + kFetchedAhead));
+    // Prefetch the keys or values of sixteen positions: the processor's own prefetching stops at the end of each
+    // page of memory.
+    void fetch(const T* head, int at) const {
+        if (first_ + at + kLanes > plain_end_) return;
+        const char* bytes = reinterpret_cast<const char*>(row_of(head, at));
         const int num_bytes = kLanes * head_dim() * int(sizeof(T));
         for (int i = 0; i < num_bytes; i += 64) __builtin_prefetch(bytes + i, 0, 2);
     }
