@@ -154,13 +154,13 @@ private:
         _tile_release();
     }
 
-    // The segment behind this one, of this head or the next.
+    // The segment behind this one, of this head or the next, where that is not hidden by a window.
     LinesAhead following(const Item& item) const {
         const size_t of_head = size_t(shape_.capacity) * head_dim();
         if (const int left = plain_end_ - first_ - kSegment; left > 0)
             return {row_of(keys_, kSegment), row_of(values_, kSegment),
                     size_t(std::min(left, kSegment)) * head_dim()};
-        if (item.head + 1 == shape_.num_kv_heads) return {};
+        if (item.head + 1 == shape_.num_kv_heads || shape_.window > 0) return {};
         return {keys_ + of_head, values_ + of_head, size_t(std::min(plain_end_, kSegment)) * head_dim()};
     }
 
