@@ -1,7 +1,7 @@
 """README.md of a chain: its model card, written from the manifest alone."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ def shown_plan(plan: Plan, verifying: Sequence[str]) -> str:
     if plan.members[-1] not in verifying or plan.ngram is not None:
         parts.append(f"tree of {shown_tree(plan.tree)}")
     if flush := shown_flush(plan, verifying):
-        parts.append(f"flush: {flush}")
+        parts.append(f"verification: {flush}")
     return "; ".join([*parts, f"rule: {plan.rule}"])
 
 
@@ -190,37 +190,41 @@ def shown_flush(plan: Plan, verifying: Iterable[str]) -> str:
     return "; ".join(f"{name} {_flush(plan.flush[name])}" for name in above)
 
 
-def shown_loads(measured: MeasuredPlan, verifying: Collection[str]) -> str:
-    """Plans by load for people: "1 or more: target → draft (depth 5, top 2, 6 rows); 9 or more:
-    target"; empty if there are none.
+def shown_loads(measured: MeasuredPlan, verifying: Collection[str]) -> dict[str, str]:
+    """Plans by load for people: {"1 or more": "target → draft (depth 5, top 2, 6 rows)", "9 or
+    more": "target"}; empty if there are none.
 
     Args:
         verifying: as `shown_members`.
     """
-    parts: list[str] = []
+    shown: dict[str, str] = {}
     first = 1
     for plan, group in groupby(measured.by_load, lambda load: load.plan):
-        parts.append(f"{first} or more: {_members_and_tree(plan, verifying)}")
+        shown[f"{first} or more"] = _members_and_tree(plan, verifying)
         first = max(load.sequences for load in group) + 1
-    return "; ".join(parts)
+    return shown
 
 
-def shown_contexts(measured: MeasuredPlan, verifying: Collection[str]) -> str:
-    """Plans by context for people: "at once: target → draft (depth 5, top 4, 16 rows); from 5,793
-    tokens on: target"; empty if there is one plan for all.
+def shown_contexts(measured: MeasuredPlan, verifying: Collection[str]) -> dict[str, str]:
+    """Plans by context for people: {"at once": "target → draft (depth 5, top 4, 16 rows)", "from
+    5,793 tokens on": "target"}; empty if there is one plan for all.
 
     Args:
         verifying: as `shown_members`.
     """
-    contexts, parts = measured.by_context, list[str]()
+    contexts, shown = measured.by_context, dict[str, str]()
     for place, context in enumerate(contexts):
         before = contexts[place - 1] if place else None
         if before is not None and before.plan == context.plan:
             continue
         first = before and math.ceil(math.sqrt(before.tokens * context.tokens))
         since = f"from {first:,} tokens on" if first else "at once"
-        parts.append(f"{since}: {_members_and_tree(context.plan, verifying)}")
-    return "; ".join(parts) if len(parts) > 1 else ""
+        shown[since] = _members_and_tree(context.plan, verifying)
+    return shown if len(shown) > 1 else {}
+
+
+def _listed(plans: Mapping[str, str]) -> str:
+    return "; ".join(f"{where}: {plan}" for where, plan in plans.items())
 
 
 def _members_and_tree(plan: Plan, verifying: Collection[str]) -> str:
@@ -334,7 +338,7 @@ def _plans(manifest: Manifest) -> str:
             for measured in manifest.plans
         ]
         by_load = [
-            f"- {measured.place}, by {what}: {shown}."
+            f"- {measured.place}, by {what}: {_listed(shown)}."
             for measured in manifest.plans
             for what, shown in (
                 ("number of sequences", shown_loads(measured, verifying)),

@@ -85,10 +85,16 @@ def measured_on(report: dict[str, Any]) -> str:
     """The machine of a report's content, or of what a manifest keeps of it, as plans name it."""
     hardware, num_parts = report.get("hardware", {}), _settings(report).get("tensor_parallel", 1)
     accelerator = hardware.get("accelerator")
-    name = f"{accelerator or hardware.get('processor')}"
+    name = f"{accelerator or processor_line(hardware)}"
     if num_parts > 1:
         return f"{name}, tensor parallel {num_parts}"
     return name if accelerator else f"{name}, {hardware.get('threads')} threads"
+
+
+def processor_line(hardware: dict[str, Any]) -> str:
+    """The processor and its instruction set, which several processors of one name may differ in."""
+    parts = (hardware.get(key) for key in ("processor", "instruction_set"))
+    return ", ".join(part for part in parts if part is not None)
 
 
 def _settings(report: dict[str, Any]) -> dict[str, Any]:
@@ -103,18 +109,10 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
     if description["grown"]:
         console.print(grown_note(description["grown"]))
     for note in description["weights"]:
-        console.print(note, soft_wrap=True, highlight=False)
+        console.print(note, highlight=False)
     verifying = [member["name"] for member in description["members"] if member["role"] != "drafter"]
     for content in description["plans"]:
-        measured = MeasuredPlan.model_validate(content)
-        console.print(
-            f"plan for {measured.place}: {shown_plan(measured.plan, verifying)}; "
-            f"predicted {1000 * measured.seconds_per_token:.2f} ms a token"
-        )
-        if by_load := shown_loads(measured, verifying):
-            console.print(f"by number of sequences: {by_load}")
-        if by_context := shown_contexts(measured, verifying):
-            console.print(f"by context: {by_context}")
+        print_table(_plans_table(MeasuredPlan.model_validate(content), verifying), console)
     elsewhere = " elsewhere" if description["plans"] else ""
     console.print(f"plan{elsewhere}: {_plan(description['plan'], verifying)}")
     for title in ("quality", "training"):
@@ -135,6 +133,18 @@ def print_chain(description: dict[str, Any], console: Console) -> None:
 
 def _plan(content: dict[str, Any], verifying: Sequence[str]) -> str:
     return shown_plan(Plan.model_validate(content), verifying)
+
+
+def _plans_table(measured: MeasuredPlan, verifying: Sequence[str]) -> Table:
+    predicted = f"predicted {1000 * measured.seconds_per_token:.2f} ms a token"
+    by_load, by_context = shown_loads(measured, verifying), shown_contexts(measured, verifying)
+    rows = [
+        ["one", f"{shown_plan(measured.plan, verifying)}; {predicted}"],
+        *([f"{number} at a time", plan] for number, plan in by_load.items()),
+        *([since, plan] for since, plan in by_context.items()),
+    ]
+    header = ["answers", "members and drafts"]
+    return Table(f"Plan for {measured.place}", header, rows, wraps=True)
 
 
 def _members_table(description: dict[str, Any]) -> Table:

@@ -10,7 +10,7 @@ from polybasic.deploy.bench.schema import Report
 
 DIGITS = 12
 """Of a digest, as it is shown."""
-_OTHER_MACHINE = ("device", "accelerator", "processor", "cores", "threads")
+_OTHER_MACHINE = ("device", "accelerator", "processor", "instruction_set", "cores", "threads")
 _OTHER_ANSWERS = ("max_new_tokens", "temperature", "seed", "dtype")
 
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.describe import measured_on
+from polybasic.chain.kernels.cpu.native import instruction_set
 from polybasic.chain.processor import num_cores, processor_name
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -41,9 +43,12 @@ def device_named(name: str | None = None) -> torch.device:
 
 
 def describe_hardware(device: torch.device) -> dict[str, Any]:
-    """Device name, processor, usable cores, torch's threads and memory in bytes."""
+    """Device name, processor, the instruction set of native kernels where these run, usable cores,
+    torch's threads and memory in bytes."""
+    isa = instruction_set() if device.type == "cpu" else None
     description = {
         "device": device.type,
+        **({} if isa is None else {"instruction_set": isa}),
         "processor": processor_name(),
         "cores": num_cores(),
         "threads": torch.get_num_threads(),
@@ -58,16 +63,14 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
 
 
 def hardware_name(device: torch.device, num_parts: int = 1) -> str:
-    """What a measured plan holds for: the accelerator, or the processor and torch's threads.
+    """What a measured plan holds for: the accelerator, or the processor, its instruction set and
+    torch's threads.
 
     Args:
         num_parts: processes that models are divided among, which share the threads.
     """
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else processor_name()
-    if num_parts > 1:
-        return f"{name}, tensor parallel {num_parts}"
-    return name if is_cuda else f"{name}, {torch.get_num_threads()} threads"
+    described = describe_hardware(device)
+    return measured_on({"hardware": described, "settings": {"tensor_parallel": num_parts}})
 
 
 def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:

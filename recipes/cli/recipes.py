@@ -20,15 +20,16 @@ def list_recipes(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the shipped recipes."""
+    from polybasic.chain.console import Console
+    from polybasic.chain.tables import Table, print_table
     from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
 
     descriptions = {name: load_recipe(name).description for name in shipped_recipes()}
     if as_json:
         typer.echo(json.dumps(descriptions))
         return
-    width = max(map(len, descriptions))
-    for name, description in descriptions.items():
-        typer.echo(f"{name:<{width}}  {description}")
+    rows = [[name, description] for name, description in descriptions.items()]
+    print_table(Table("", ["recipe", "about"], rows, wraps=True), Console())
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoints.models import resolve_model
+from polybasic.chain.processor import num_cores, processor_name
 from polybasic.chain.progress import waiting
 from polybasic.chain.readable import counted
 from polybasic.deploy.planner.prompts import read_questions
@@ -53,14 +54,10 @@ def known_lines(recipe: Recipe, stages: Sequence[PipelineStage]) -> Iterator[str
 
 def machine_line() -> str:
     """The processor at hand, its cores, and the CPU kernels that would be used."""
-    import torch
-
     from polybasic.chain.kernels.cpu.native import describe_kernels
-    from polybasic.deploy.runtime.hardware import describe_hardware
 
-    found = describe_hardware(torch.device("cpu"))
-    cores = counted(found["cores"], "core")
-    return f"this machine: {found['processor']}, {cores}; CPU kernels: {describe_kernels()}"
+    cores = counted(num_cores(), "core")
+    return f"this machine: {processor_name()}, {cores}; CPU kernels: {describe_kernels()}"
 
 
 def _conversations(named: str) -> tuple[str, list[Any]]:

@@ -12,7 +12,7 @@ import torch
 from polybasic.chain import processor
 from polybasic.chain.kernels.cpu.instruction_sets import best_set
 from polybasic.chain.processor import flags_line, num_cores, processor_flags, processor_name
-from polybasic.deploy.runtime.hardware import describe_hardware
+from polybasic.deploy.runtime.hardware import describe_hardware, hardware_name
 
 M1 = """\
 hw.ncpu: 8
@@ -119,6 +119,18 @@ def test_fast_cores_of_a_mac_are_used(mac, monkeypatch) -> None:
     assert num_cores() == 6
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert num_cores() == 1
+
+
+def test_plans_are_of_a_processor_and_its_instruction_set(monkeypatch) -> None:
+    """Virtual machines of several processors tell one name, and passes over many rows that are
+    cheap by AMX are not without it."""
+    threads = torch.get_num_threads()
+    for isa, shown in (("avx512-amx", ", avx512-amx"), ("avx2", ", avx2"), (None, "")):
+        monkeypatch.setattr(
+            "polybasic.deploy.runtime.hardware.instruction_set", lambda isa=isa: isa
+        )
+        name = hardware_name(torch.device("cpu"))
+        assert name == f"{processor_name()}{shown}, {threads} threads"
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch) -> None:

@@ -71,6 +71,18 @@ def load_library() -> ctypes.CDLL:
     return outcome
 
 
+def instruction_set() -> str | None:
+    """Of the native kernels, which are loaded for it; None where others run on this CPU.
+
+    Raises:
+        UserError: as `native_library`.
+    """
+    if native_library() is None:
+        return None
+    isa, _ = _selected()
+    return ((best_set() if isa.name == NATIVE else isa) or isa).name
+
+
 def describe_kernels() -> str:
     """Which kernels run on this CPU and why, without compiling.
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from polybasic.chain.formats.card import grown_note
+from polybasic.chain.formats.describe import processor_line
 from polybasic.chain.formats.plan import decision_lines
 from polybasic.chain.readable import counted, readable_bytes
 from polybasic.deploy.bench.report.parts import (
@@ -256,7 +257,7 @@ def settings_line(settings: dict[str, Any]) -> str:
 def hardware_line(hardware: dict[str, Any]) -> str:
     """The machine."""
     line = (
-        f"{hardware['processor']}, {hardware['cores']} cores, {hardware['threads']} threads, "
+        f"{processor_line(hardware)}, {hardware['cores']} cores, {hardware['threads']} threads, "
         f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
     )
     return f"{hardware['accelerator']}; {line}" if "accelerator" in hardware else line

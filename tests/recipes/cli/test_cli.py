@@ -466,7 +466,7 @@ def test_plan_measures_writes_and_explains(chain: Path, tmp_path: Path) -> None:
     assert (greedy["temperature"], planned["temperature"]) == (0, 1)
     assert {each["plan"]["rule"] for each in [planned, *planned["others"]]} == {"token"}
     shown = " ".join(call("inspect", chain)[1].split())
-    assert f"plan for {planned['hardware']}, {planned['dtype']}, temperature 1: target" in shown
+    assert f"Plan for {planned['hardware']}, {planned['dtype']}, temperature 1" in shown
     assert f"measured on {planned['hardware']}, {greedy['dtype']}, temperature 0, " in shown
     assert "; predicted " in shown
     assert "temperature" in refusal("plan", chain, "--temperature=-1")

@@ -122,6 +122,18 @@ def test_kernels_are_described_without_compiling(tmp_path: Path, monkeypatch, pr
     )
 
 
+def test_the_instruction_set_is_that_of_the_kernels_that_run(
+    tmp_path: Path, monkeypatch, processor
+) -> None:
+    fake_compiler(tmp_path / "bin" / "g++")
+    processor(f"{AVX2_FLAGS} avx_vnni")
+    assert native.instruction_set() == "avx2-vnni"
+    monkeypatch.setenv("POLYBASIC_ISA", "avx2")
+    assert native.instruction_set() == "avx2"
+    monkeypatch.setenv("POLYBASIC_KERNELS", "eager")
+    assert native.instruction_set() is None
+
+
 def test_a_torch_without_openmp_has_no_native_kernels(tmp_path: Path, monkeypatch) -> None:
     path = fake_compiler(tmp_path / "bin" / "c++")
     monkeypatch.setattr(openmp, "_is_runtime_of_torch", lambda runtime: False)
