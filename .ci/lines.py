@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 28_990,
-    "deploy": 30_911,
+    "chain": 29_010,
+    "deploy": 30_915,
     "quantize": 1_400,
     "recipes": 7_700,
     "train": 8_600,
     "benchmarks": 8_470,
-    "tests": 63_400,
+    "tests": 63_510,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

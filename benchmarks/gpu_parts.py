@@ -214,7 +214,7 @@ def _passes(shape: str, session: GpuSession, found: Found) -> None:
 
 
 def _plans(shape: str, session: GpuSession, found: Found) -> None:
-    """The plans that answer fastest here: the best tree, then the best flush length with it."""
+    """The plans that answer fastest here: the best tree, then the best block length with it."""
     chain, settings = session.chain(shape), session.settings
     # the last ones; the first ones are measured
     num = settings.num_prompts + settings.num_plan_prompts

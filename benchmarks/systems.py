@@ -75,7 +75,7 @@ def chosen_plans(
 
 
 def shown_plan(plan: Plan, chain: Chain) -> str:
-    """Members, tree and flush lengths for people."""
+    """Members, tree and block lengths for people."""
     verifying = [member.name for member in chain.manifest.verifying]
     parts = [shown_members(plan, verifying)]
     if plan.members[-1] not in verifying:

@@ -226,7 +226,7 @@ def check_plan(plan: Plan, members: Sequence[Member]) -> None:
 
     Raises:
         ValueError: unknown or misplaced members, a drafter that does not draft for the innermost
-            verifying one, no flush length for a verifying one, or a window for the target.
+            verifying one, no block length for a verifying one, or a window for the target.
     """
     by_name = {member.name: member for member in members}
     if plan.members != tuple(name for name in by_name if name in plan.members):

@@ -56,7 +56,7 @@ class Tree(Settings):
 
 
 class AdaptiveFlush(Settings):
-    """Lets a stage hand its block up before the flush length, as deploy/runtime/rounds/flushing."""
+    """Lets a stage hand its block up before the block length, as deploy/runtime/rounds/flushing."""
 
     break_even: Factor = Field(
         lt=1, description="probability of the whole block below which no round is added"

@@ -64,7 +64,7 @@ def bench_chain(
     """Run the systems of `settings` in turns and write report.json, report.md and report.html.
 
     Each system of this runtime runs the plan that was measured as the best of its members on this
-    machine, where there is one, else the chain's own tree and flush length with these members.
+    machine, where there is one, else the chain's own tree and block length with these members.
 
     Turns are kept as they are answered: the same benchmark goes on where it was interrupted. Until
     then there is a report of its answers in the folder `partial` beside the others.

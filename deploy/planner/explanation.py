@@ -150,7 +150,7 @@ def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost
 
 
 def describe_shape(plan: Plan, measurements: Measurements) -> str:
-    """Tree and flush lengths in a few words."""
+    """Tree and block lengths in a few words."""
     parts: list[str] = []
     if plan.members[-1] not in measurements.verifying:
         parts.append(f"tree of {shown_tree(plan.tree)}")

@@ -1,6 +1,6 @@
-"""Which members run, with which trees, flush lengths and rule: the fastest plan, as simulated.
+"""Which members run, with which trees, block lengths and rule: the fastest plan, as simulated.
 
-Every set of members that can run is tried with the trees and flush lengths of the grid. If there
+Every set of members that can run is tried with the trees and block lengths of the grid. If there
 are many of them, the search simulates a coarse grid first and climbs from its best points; a test
 keeps it within one percent of the exhaustive search. The rule `token` never keeps more than
 `block`, from the same draws at the same costs: it is tried with the best plans of `block`.
@@ -172,7 +172,7 @@ def choose_plan(
 
     Args:
         measurements: for each rule or several; earlier ones are preferred where they are as good.
-        grid: trees and flush lengths; only trees that were measured are used.
+        grid: trees and block lengths; only trees that were measured are used.
         seed: of the simulation's uniforms.
         num_draws: see `Simulator`.
         among: rules and sets to consider; None for all.
@@ -310,7 +310,7 @@ def member_sets(measurements: Measurements, grid: PlanGrid) -> list[MemberSet]:
 
 
 def candidate_plans(measurements: Measurements, grid: PlanGrid) -> Iterator[Plan]:
-    """Every plan of the grid with fixed flush lengths."""
+    """Every plan of the grid with fixed block lengths."""
     for members in member_sets(measurements, grid):
         lattice = Lattice(members, measurements, grid)
         for point in lattice.points():

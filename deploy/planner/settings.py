@@ -80,7 +80,7 @@ class PlanGrid(Settings):
 
     @property
     def over_link(self) -> "PlanGrid":
-        """With flush lengths that a slow link wants, too."""
+        """With block lengths that a slow link wants, too."""
         lengths = tuple(sorted({*self.flush_lengths, 48, 64, 96, 128}))
         return self.model_copy(update={"flush_lengths": lengths})
 
@@ -103,7 +103,7 @@ LinkText = Annotated[str, AfterValidator(_as_links_are_written)]
 
 
 class PlanSettings(Settings):
-    """Which tree and flush length the chain is packed with, and how `polybasic plan` measures."""
+    """Which tree and block length the chain is packed with, and how `polybasic plan` measures."""
 
     tree: Tree = Tree(depth=7, top_k=4, rows=12)
     flush_length: Count = Field(

@@ -224,8 +224,8 @@ class PredictedSpeedup:
     """The predicted gain of inserting a model.
 
     Attributes:
-        speedup: time a token without it, over time a token with it and the best flush length.
-        flush_length: that flush length, in tokens.
+        speedup: time a token without it, over time a token with it and the best block length.
+        flush_length: that block length, in tokens.
     """
 
     speedup: float

@@ -102,7 +102,7 @@ def plan(
     tensor_parallel: TensorParallelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure costs and acceptance, choose members, tree and flush lengths, and explain."""
+    """Measure costs and acceptance, choose members, tree and block lengths, and explain."""
     from polybasic.chain.console import Console
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.files import write_json

@@ -54,7 +54,7 @@ def packed_plan(
 ) -> Plan:
     """The plan that a chain is packed with.
 
-    Each verifying member that can stand above another one has a flush length, so that any choice
+    Each verifying member that can stand above another one has a block length, so that any choice
     of members can run.
 
     Args:

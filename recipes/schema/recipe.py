@@ -124,7 +124,7 @@ class Recipe(Settings):
         "is in blocks of 4 or 5 bits",
     )
     package: PackageSettings = Field(PackageSettings(), description="the chain folder")
-    plan: PlanSettings = Field(PlanSettings(), description="tree and flush length of the chain")
+    plan: PlanSettings = Field(PlanSettings(), description="tree and block length of the chain")
     bench: BenchSettings = Field(BenchSettings(), description="the report at the end")
 
     @model_validator(mode="after")

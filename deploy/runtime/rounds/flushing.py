@@ -1,4 +1,4 @@
-"""When a stage hands up its block before the flush length: as soon as another round would not pay.
+"""When a stage hands up its block before the block length: as soon as another round would not pay.
 
 The verifier above keeps a block up to the first token that it rejects, so another round is worth
 its time only while the whole block is likely to be accepted. `AdaptiveFlushing` estimates this from

@@ -43,8 +43,8 @@ def test_measured_chains_show_their_results(tiny_chain: Path) -> None:
         "12.50",
         "2.25",
         "9.00",
-        "plan: target → intermediate → draft; tree of depth 3, top 2, 6 rows; flush: target after "
-        "5 tokens; rule: coupled",
+        "plan: target → intermediate → draft; tree of depth 3, top 2, 6 rows; verification: "
+        "target after 5 tokens; rule: coupled",
         "quality of intermediate: mean_kl 0.01235",
         "training of draft: simulated_accepted_length 3.5, steps 10",
     ):

@@ -240,12 +240,12 @@ def test_four_members_are_described(tiny_four_chain: Path) -> None:
     printed = " ".join(console.file.getvalue().split())
     for shown in (
         "target or intermediate",
-        "plan: target → intermediate → small → small_draft; tree of depth 3, top 2, 6 rows; flush: "
-        "target after 6 tokens; intermediate after 3 tokens; rule: coupled",
+        "plan: target → intermediate → small → small_draft; tree of depth 3, top 2, 6 rows; "
+        "verification: target after 6 tokens; intermediate after 3 tokens; rule: coupled",
     ):
         assert shown in printed
     verifying = ["target", "intermediate", "small"]
     assert shown_plan(ALONE, verifying) == "target alone, no drafting"
     plan = Plan(members=("target", "small"), tree=TREE, flush={"target": Flush(length=1)})
-    shown = "target → small; flush: target after 1 token; rule: coupled"
+    shown = "target → small; verification: target after 1 token; rule: coupled"
     assert shown_plan(plan, verifying) == shown

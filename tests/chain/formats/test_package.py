@@ -390,7 +390,7 @@ def test_the_card_tells_what_the_manifest_holds(tiny_chain: Path) -> None:
     assert "base_model" not in front
     for line in (
         "# tiny",
-        "target → intermediate → draft; tree of depth 3, top 2, 6 rows; flush: target after "
+        "target → intermediate → draft; tree of depth 3, top 2, 6 rows; verification: target after "
         "5 tokens; rule: coupled.",
         "EAGLE-2 head: drafts trees from the features of target or intermediate |",
         "## Quality of the intermediates\n\n### intermediate\n",
@@ -483,7 +483,7 @@ def test_flush_and_ngrams_of_a_plan_are_told(tiny_four_chain: Path) -> None:
     card = (tiny_four_chain / "README.md").read_text()
     told = "target after 9 tokens at most, adaptive; intermediate after 4 tokens; rule: token |"
     shape = "tree of depth 2, top 2, 4 rows"
-    assert f"| target → intermediate → small → n-grams; {shape}; flush: {told}" in card
+    assert f"| target → intermediate → small → n-grams; {shape}; verification: {told}" in card
     assert f"| target → draft + n-grams; {shape}; rule: coupled |" in card
 
 

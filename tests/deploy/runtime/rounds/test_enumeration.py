@@ -42,7 +42,7 @@ PENALTIES = Sampling(
 
 
 def case(rule: Rule, *lengths: int, num_tokens: int, **others: Any) -> Case:
-    """Tables that agree now and then, with the flush lengths of all but the innermost."""
+    """Tables that agree now and then, with the block lengths of all but the innermost."""
     flushes = tuple(Flush(length=length) for length in lengths)
     return Case(flushes, num_tokens, rule, **{"seed": 5, "likeness": 2, **others})
 

@@ -1,6 +1,6 @@
 """Any chain of tables that hypothesis can think of gives the target's law, exactly.
 
-Vocabulary, tables, trees of one size or not, number of models, rule, flush lengths, adaptive or
+Vocabulary, tables, trees of one size or not, number of models, rule, block lengths, adaptive or
 not, shared caches, warpers, stop tokens, prompt and length of the answer are drawn;
 `tests/deploy/tables.py` runs the stages that serve through every outcome. With common noise each
 answer is the target's, too.
