@@ -1,6 +1,5 @@
 """README.md of a chain: its model card, written from the manifest alone."""
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -212,14 +211,11 @@ def shown_contexts(measured: MeasuredPlan, verifying: Collection[str]) -> dict[s
     Args:
         verifying: as `shown_members`.
     """
-    contexts, shown = measured.by_context, dict[str, str]()
-    for place, context in enumerate(contexts):
-        before = contexts[place - 1] if place else None
-        if before is not None and before.plan == context.plan:
-            continue
-        first = before and math.ceil(math.sqrt(before.tokens * context.tokens))
-        since = f"from {first:,} tokens on" if first else "at once"
-        shown[since] = _members_and_tree(context.plan, verifying)
+    shown: dict[str, str] = {}
+    for plan, group in groupby(measured.context_starts, lambda start: start[1]):
+        first, _ = next(group)
+        since = f"from {first:,} tokens on" if first > 1 else "at once"
+        shown[since] = _members_and_tree(plan, verifying)
     return shown if len(shown) > 1 else {}
 
 

@@ -83,7 +83,17 @@ def describe_chain(folder: Path) -> dict[str, Any]:
 
 def measured_on(report: dict[str, Any]) -> str:
     """The machine of a report's content, or of what a manifest keeps of it, as plans name it."""
-    hardware, num_parts = report.get("hardware", {}), _settings(report).get("tensor_parallel", 1)
+    return machine_name(report.get("hardware", {}), _settings(report).get("tensor_parallel", 1))
+
+
+def machine_name(hardware: dict[str, Any], num_parts: int) -> str:
+    """What a measured plan holds for: the accelerator, or the processor, its instruction set and
+    torch's threads.
+
+    Args:
+        hardware: as `polybasic.deploy.runtime.hardware.describe_hardware` tells it.
+        num_parts: processes that models are divided among, which share the threads.
+    """
     accelerator = hardware.get("accelerator")
     name = f"{accelerator or processor_line(hardware)}"
     if num_parts > 1:

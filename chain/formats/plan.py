@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -221,11 +222,18 @@ class MeasuredPlan(PredictedPlan):
         of_load = self._of_load(active)
         if not self.by_context:
             return of_load
-        nearest = min(
-            self.by_context, key=lambda context: abs(math.log(context.tokens / num_tokens))
-        )
-        of_context = nearest.plan
+        starts = reversed(self.context_starts)
+        of_context = next(plan for first, plan in starts if first <= num_tokens)
         return of_context if active <= 1 else min(of_load, of_context, key=lambda p: p.tree.rows)
+
+    @property
+    def context_starts(self) -> list[tuple[int, Plan]]:
+        """Tokens from which on a context is the nearest by ratio, and its plan, increasing."""
+        starts = (
+            math.ceil(math.sqrt(shorter.tokens * longer.tokens))
+            for shorter, longer in pairwise(self.by_context)
+        )
+        return [*zip((1, *starts), (context.plan for context in self.by_context), strict=False)]
 
     def _of_load(self, active: int) -> Plan:
         """The plan to run while so many sequences are active.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.describe import measured_on
+from polybasic.chain.formats.describe import machine_name
 from polybasic.chain.kernels.cpu.native import instruction_set
 from polybasic.chain.processor import num_cores, processor_name
 
@@ -63,14 +63,8 @@ def describe_hardware(device: torch.device) -> dict[str, Any]:
 
 
 def hardware_name(device: torch.device, num_parts: int = 1) -> str:
-    """What a measured plan holds for: the accelerator, or the processor, its instruction set and
-    torch's threads.
-
-    Args:
-        num_parts: processes that models are divided among, which share the threads.
-    """
-    described = describe_hardware(device)
-    return measured_on({"hardware": described, "settings": {"tensor_parallel": num_parts}})
+    """What a measured plan holds for, see `machine_name`."""
+    return machine_name(describe_hardware(device), num_parts)
 
 
 def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:

@@ -165,7 +165,8 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
     num_parts, stated = options.tensor_parallel, _stated(checked, options)
     if (available := available_bytes(device)) is not None:
         stated.check_fits(available)
-    measured = _measured_plans(checked, options, hardware_name(device, num_parts), name_of(dtype))
+    hardware = hardware_name(device, num_parts)
+    measured = _measured_plans(checked, options, hardware, name_of(dtype))
     temperature = options.temperature
     if temperature is None:
         temperature = default_sampling.temperature
@@ -190,7 +191,7 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
         "loaded %s in %.1f s: %s, %s, %s; plan: %s",
         checked.folder,
         time.monotonic() - begun,
-        hardware_name(device, num_parts),
+        hardware,
         name_of(dtype),
         f"{stated.layout.kernels} kernels",
         shown_plan(running, [member.name for member in checked.manifest.verifying]),

@@ -80,7 +80,7 @@ def instruction_set() -> str | None:
     if native_library() is None:
         return None
     isa, _ = _selected()
-    return ((best_set() if isa.name == NATIVE else isa) or isa).name
+    return _known(isa).name
 
 
 def describe_kernels() -> str:
@@ -108,8 +108,13 @@ def describe_kernels() -> str:
         return f"{'unavailable' if wanted == 'native' else 'eager'} ({unavailable})"
     if wanted_set() is not None:
         return f"native ({maker}, {ISA_VARIABLE}={isa.name}{_slowly(isa)})"
-    best = (best_set() if isa.name == NATIVE else isa) or isa
-    return f"native ({maker}, {best.name}{_slowly(best)})"
+    isa = _known(isa)
+    return f"native ({maker}, {isa.name}{_slowly(isa)})"
+
+
+def _known(isa: InstructionSet) -> InstructionSet:
+    """The known set that the processor's own is, if it is asked for by no name."""
+    return (best_set() if isa.name == NATIVE else isa) or isa
 
 
 def _slowly(isa: InstructionSet) -> str:
