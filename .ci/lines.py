@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
     "chain": 29_030,
-    "deploy": 30_915,
+    "deploy": 31_230,
     "quantize": 1_400,
     "recipes": 7_700,
     "train": 8_600,
-    "benchmarks": 8_470,
-    "tests": 63_510,
+    "benchmarks": 8_590,
+    "tests": 63_760,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

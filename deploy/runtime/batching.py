@@ -5,6 +5,7 @@ model lowest in the chain run first, so that the models above, which cost more, 
 sequences in each pass as there are.
 """
 
+import random
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,9 @@ from polybasic.deploy.runtime.slots import MIN_COPIED_TOKENS, Slot, Slots, num_c
 _MUCH_LONGER = 4
 """Times as long as a prompt is what others have to read of theirs where it is read beside them: it
 makes them a quarter slower at most."""
+
+_ROOM_TO_GO_ON = 256
+"""Rows for tokens to come, at most, without which no sequence starts or goes on after a pause."""
 
 
 class Host(Protocol):
@@ -62,6 +66,7 @@ class ActiveSequence:
         waiting: the pass that it waits for; None before it has started and after its end.
         error: that ended it.
         prompt_logprobs: of the prompt's tokens but the first, if they were asked for.
+        num_pauses: times that it gave its caches up.
     """
 
     def __init__(self, request: Request, slot: Slot, engine: Host, runs_ahead: bool) -> None:
@@ -71,7 +76,7 @@ class ActiveSequence:
         self.waiting: Pass | None = None
         self.error: BaseException | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_pauses = 0
         self.has_started = self.is_over = False
         self._begin = time.perf_counter()
         self._work = self._answer()
@@ -79,7 +84,8 @@ class ActiveSequence:
         self._stages: list[Stage] = []
         self._drafter: Drafter | None = None
         self._costs = _Costs()
-        self._num_tokens = self._num_first = 0
+        self._answered: list[int] = []
+        self._num_first = 0
         self._prefill_seconds = 0.0
         self._statistics: Statistics | None = None
 
@@ -123,13 +129,40 @@ class ActiveSequence:
         self.is_over = True
         self._engine.reap()
 
+    @property
+    def tokens(self) -> list[int]:
+        """Of prompt and answer so far."""
+        return [*self.request.token_ids, *self._answered]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the caches have room for its tokens and the next ones."""
+        num_next = min(self._num_left, _ROOM_TO_GO_ON)
+        return self._engine.slots.has_room(self.slot, len(self.tokens) + num_next)
+
     def start(self) -> None:
         """Find what need not be read again, and the first pass to wait for."""
         self.has_started = True
         request = self.request
         may_reuse = request.reuses and request.prompt_logprobs is None
-        self._engine.slots.fill(self.slot, request.token_ids, may_reuse)
+        self._engine.slots.fill(self.slot, self.tokens, may_reuse)
+        self._engine.slots.make_room()
         self.resume(None)
+
+    def pause(self) -> None:
+        """Give its caches up, between two passes; `start` reads its tokens again.
+
+        What was drafted or drawn in a round that has not ended is forgotten.
+        """
+        self.num_pauses += 1
+        self._costs = self._costs_now()
+        self._work.close()
+        self._work = self._answer()
+        self._stages, self._drafter, self.waiting = [], None, None
+        self.has_started = False
+        self.slot.clear()
+        self.slot.give_back()
+        self.slot.num_reserved = 0
 
     def resume(self, result: Any) -> None:
         """Go on with the result of the pass that was waited for."""
@@ -164,15 +197,21 @@ class ActiveSequence:
             self.slot.tokens = root.tokens
             if (history := self.request.history) is not None:
                 history.add(root.tokens[self.num_cached_tokens :])
-        self.slot.is_free = True
+        self.slot.leave()
 
     def _answer(self) -> Passes[None]:
         request = self.request
         if request.follows_plans:
             self.request = replace(request, plan=self._plan_now())
         self._make_stages()
-        stopped_by = yield from self._prefill()
-        self._prefill_seconds = time.perf_counter() - self._begin
+        stopped_by: StoppedBy | None = None
+        if self._answered:
+            yield from self._stages[0].prefill(self.tokens)
+        else:
+            stopped_by = yield from self._prefill()
+        for stage in self._stages:
+            stage.verifier.clock.reset()
+        self._prefill_seconds = self._prefill_seconds or time.perf_counter() - self._begin
         while stopped_by is None:
             if request.follows_plans and (plan := self._plan_now()) != self.request.plan:
                 yield from self._change(plan)
@@ -182,12 +221,11 @@ class ActiveSequence:
         self._statistics = self._cost(stopped_by)
 
     def _plan_now(self) -> Plan:
-        num_tokens = len(self.request.token_ids) + self._num_tokens
-        return self._engine.plan_now(self.request, num_tokens)
+        return self._engine.plan_now(self.request, len(self.tokens))
 
     @property
     def _num_left(self) -> int:
-        return self.request.max_new_tokens - self._num_tokens
+        return self.request.max_new_tokens - len(self._answered)
 
     def _take(self, block: Block) -> StoppedBy | None:
         """Add a block to the answer; what ends it there."""
@@ -195,7 +233,8 @@ class ActiveSequence:
         tokens, stopped_by = cut_at_end(
             block.tokens, self._num_left, request.stop_tokens, request.text
         )
-        self._num_tokens += (num := len(tokens))
+        self._answered += tokens
+        num = len(tokens)
         text = "" if request.text is None else request.text.take()
         self.pieces.append(Piece(text, tokens, block.proposers[:num], block.logprobs[:num]))
         return stopped_by
@@ -205,7 +244,7 @@ class ActiveSequence:
         seconds = time.perf_counter() - self._begin
         return Statistics(
             num_prompt_tokens=len(request.token_ids),
-            num_tokens=self._num_tokens,
+            num_tokens=len(self._answered),
             seconds=seconds,
             prefill_seconds=self._prefill_seconds or seconds,
             forward_passes=costs.passes,
@@ -215,6 +254,7 @@ class ActiveSequence:
             seed=None if request.sampling.is_greedy else request.sampling.seed,
             num_cached_tokens=self.num_cached_tokens,
             num_first=self._num_first,
+            num_pauses=self.num_pauses,
             proposals=costs.proposals,
         )
 
@@ -233,21 +273,26 @@ class ActiveSequence:
         self.prompt_logprobs = root.prompt_logprobs
         if stopped_by is None:
             yield from root.catch_up()
-        for stage in self._stages:
-            stage.verifier.clock.reset()
         return stopped_by
 
     def _change(self, plan: Plan) -> Passes[None]:
         """Go on by another plan, between two rounds of the target."""
         self._costs = self._costs_now()
         tokens = self._stages[0].tokens
-        self.request = replace(self.request, plan=plan, prompt_logprobs=None)
+        self.request = replace(self.request, plan=plan)
         self._make_stages()
         yield from self._stages[0].prefill(tokens)
 
     def _make_stages(self) -> None:
+        request = self.request
+        if self._answered:
+            request = replace(request, prompt_logprobs=None)
+        if self.num_pauses:
+            # noise is of each place in the text; other draws must not be those of its beginning
+            seed = random.Random(f"{request.sampling.seed} {self.num_pauses}").getrandbits(63)
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
         self._stages, self._drafter = self._engine.stages(
-            self.request, slot=self.slot, noise=self._noise
+            request, slot=self.slot, noise=self._noise
         )
 
     def _costs_now(self, is_timed: bool = True) -> "_Costs":
@@ -294,10 +339,15 @@ def choose(running: Sequence[ActiveSequence]) -> list[ActiveSequence]:
     """The sequences whose passes run next, together.
 
     Those that have not started are started here, in their order, as far as prompts of the rows of
-    one pass are waited for: the next ones may share what these read.
+    one pass are waited for: the next ones may share what these read. Where the caches have no room
+    for one, those behind it wait, too.
     """
     for sequence in running:
-        if not sequence.has_started and _may_start(sequence, running):
+        if sequence.has_started:
+            continue
+        if not sequence.has_room:
+            break
+        if _may_start(sequence, running):
             sequence.start()
     waiting = [
         sequence for sequence in running if sequence.waiting is not None and not sequence.is_over
@@ -335,7 +385,7 @@ def _may_start(sequence: ActiveSequence, running: Sequence[ActiveSequence]) -> b
     """Whether the prompts that are read leave room in a pass, or are much longer, and read nothing
     that it shares."""
     reading = [each for each in running if rows_of_prompts([each.waiting])]
-    token_ids = sequence.request.token_ids
+    token_ids = sequence.tokens
     for other in reading:
         shared = num_common(other.request.token_ids, token_ids)
         if shared >= other.slot.num_known(token_ids) + MIN_COPIED_TOKENS:
@@ -348,5 +398,5 @@ def _may_start(sequence: ActiveSequence, running: Sequence[ActiveSequence]) -> b
 
 def _num_unread(sequence: ActiveSequence) -> int:
     """Tokens of a prompt that are not in the sequence's caches."""
-    token_ids = sequence.request.token_ids
+    token_ids = sequence.tokens
     return len(token_ids) - sequence.slot.num_known(token_ids)

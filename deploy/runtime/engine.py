@@ -65,6 +65,9 @@ class Engine:
             needed. Default: `SEQUENCES_BY_DEFAULT`, and 1 where the members run on a GPU.
         reuses: leading tokens that were read for an earlier sequence are not read again. Default:
             where that changes no bit of an answer.
+        cache_tokens: that the caches of all sequences hold together, at least those of one context:
+            what is kept of sequences that are over gives way, then the latest ones pause. On a CPU
+            alone, whose caches take memory by need; default: as many as there are sequences for.
 
     Attributes:
         measured_plan: the plan of requests that follow load and context, by the number of
@@ -78,6 +81,7 @@ class Engine:
         graphs: bool = True,
         sequences: int | None = None,
         reuses: bool | None = None,
+        cache_tokens: int | None = None,
     ) -> None:
         self.models = models
         self.graphs = Graphs(models.device, graphs)
@@ -92,7 +96,7 @@ class Engine:
         if reuses is None:
             reuses = all(decoder.is_batch_invariant for decoder in models.decoders.values())
         self.slots = Slots(
-            models, sequences, share_caches, self.graphs if captures else None, reuses
+            models, sequences, share_caches, self.graphs if captures else None, reuses, cache_tokens
         )
         self._parts = RoundParts(self.graphs, models.device) if captures else None
         self._stepping = threading.Lock()
@@ -164,6 +168,7 @@ class Engine:
         """Run one pass, for all sequences that wait for it; False if none waits for any."""
         with self._stepping, torch.inference_mode():
             self._reap()
+            self._make_room()
             num_reading = len(rows_of_prompts(sequence.waiting for sequence in self._running))
             for pace in self.slots.paces.values():
                 pace.num_running, pace.num_reading = self.num_running, num_reading
@@ -181,6 +186,19 @@ class Engine:
             for sequence, result in zip(chosen, results, strict=True):
                 sequence.resume(result)
             return True
+
+    def _make_room(self) -> None:
+        """Pause sequences while the caches hold more than they may: first those that do not want to
+        run, then the latest; and those for the first that wants to start where none runs."""
+        started = [each for each in self._running if each.has_started and not each.is_over]
+        if not self.slots.make_room():
+            started.sort(key=lambda sequence: not sequence.wants_to_run)
+            while len(started) > 1 and not self.slots.make_room():
+                started.pop().pause()
+        wanting = [sequence for sequence in self._running if sequence.wants_to_run]
+        if wanting and not any(sequence.has_started for sequence in wanting):
+            while started and not wanting[0].has_room:
+                started.pop().pause()
 
     def _run_together(self, waiting: Sequence[Any]) -> list[Any]:
         """The results of passes of one kind, from whose time the pace of prompts is found."""

@@ -46,7 +46,11 @@ from polybasic.deploy.runtime.remote.link import Link
 from polybasic.deploy.runtime.remote.requests import plan_over_link
 from polybasic.deploy.runtime.remote.target import Address, RemoteTarget, host_and_port
 from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS
-from polybasic.deploy.runtime.slots import CONTEXT_TOKENS_BY_DEFAULT, Models
+from polybasic.deploy.runtime.slots import (
+    CONTEXT_TOKENS_BY_DEFAULT,
+    SEQUENCES_BY_DEFAULT,
+    Models,
+)
 
 MAX_SEQUENCES = 1024
 """That may be asked for."""
@@ -71,9 +75,13 @@ class LoadOptions(Settings):
             answered after as many tokens means nothing; what it costs is right.
         graphs: on a GPU, capture CUDA graphs of passes and rounds, those of the plan at once; False
             launches every kernel by itself, with equal outputs.
-        sequences: most answers at a time, whose caches are all allocated at once. Default: 16 on a
-            CPU, whose caches are allocated when they are needed, and 1 on a GPU, where whole rounds
-            are captured for one; with more each pass is.
+        sequences: most answers at a time. Default: 16 on a CPU, and 1 on a GPU, where whole rounds
+            are captured for one; with more each pass is. On a CPU caches take memory as they are
+            filled, elsewhere each takes that of its whole context at once.
+        cache_tokens: that the caches of all sequences hold together, on a CPU: when there are more,
+            what is kept of answers that are over gives way, then the latest answers pause, and go
+            on with the same text. Default: a whole context for each of `sequences`, as far as
+            there is memory; where `sequences` is not given, half of what is free.
         reuses: what was read of an earlier answer's leading tokens is not read again. Default:
             where that changes no bit.
         target: the folder or hub id that the target is taken from, rather than from where the chain
@@ -101,6 +109,7 @@ class LoadOptions(Settings):
     beyond_declared: bool = Field(False, description="true or false")
     graphs: bool = Field(True, description="true or false")
     sequences: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description="a number of answers")
+    cache_tokens: int | None = Field(None, ge=1, description="a number of tokens")
     reuses: bool | None = Field(None, description="true or false")
     target: str | None = Field(None, description="a folder, or a hub id org/name[@revision]")
     remote: str | None = Field(None, description="HOST:PORT")
@@ -144,17 +153,30 @@ def load_target(path: str | Path, *, digests: bool = True, **options: Any) -> Ch
     others = [member.name for member in read_manifest(folder).members[1:]]
     checked = check_chain(folder, digests, others, given.target, known_sha256)
     # which members run is decided where the others are
-    return load_checked(checked, given.model_copy(update={"plan": checked.manifest.plan}))
+    given = given.model_copy(update={"plan": checked.manifest.plan})
+    return load_checked(checked, given, can_pause=False)
 
 
-def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
+def load_checked(checked: CheckedChain, options: LoadOptions, can_pause: bool = True) -> Chain:
     """Load a chain that was checked.
+
+    Args:
+        can_pause: whether a sequence can give its caches up, as those of a server of its target
+            cannot.
 
     Raises:
         UserError: a plan that the members cannot run, a context longer than a member's, more
             memory than there is, or a graph that cannot be captured.
     """
     begun = time.monotonic()
+    is_alone = options.tensor_parallel == 1 and options.remote is None
+    by_need = can_pause and is_alone and device_named(options.device).type == "cpu"
+    if options.cache_tokens is not None and not by_need:
+        raise UserError(
+            "caches that each hold a whole context",
+            f"cache_tokens={options.cache_tokens}",
+            "leave it out on a GPU, with several processes, and where a member runs elsewhere",
+        )
     device, dtype = device_named(options.device), _dtype(checked, options)
     for warning in checked.warnings:
         _log.warning("%s", warning)
@@ -164,6 +186,8 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
         remote, options = _remote(checked, options, options.remote)
     num_parts, stated = options.tensor_parallel, _stated(checked, options)
     if (available := available_bytes(device)) is not None:
+        if by_need and options.cache_tokens is None:
+            stated = stated.fitting(available)
         stated.check_fits(available)
     hardware = hardware_name(device, num_parts)
     measured = _measured_plans(checked, options, hardware, name_of(dtype))
@@ -181,7 +205,14 @@ def load_checked(checked: CheckedChain, options: LoadOptions) -> Chain:
             chosen = plan_over_link(checked.manifest, here, usual, remote, models, temperature)
             measured = PlansByTemperature()
     running = chosen.plan if isinstance(chosen, MeasuredPlan) else chosen
-    engine = Engine(models, options.share_caches, options.graphs, options.sequences, options.reuses)
+    engine = Engine(
+        models,
+        options.share_caches,
+        options.graphs,
+        options.sequences,
+        options.reuses,
+        _cache_tokens(stated, options) if by_need else None,
+    )
     _allocate(engine, running, options.sequences or 1)
     release_unused(device)
     tokenizer = load_tokenizer(checked.tokenizer, "chain's tokenizer")
@@ -207,6 +238,17 @@ def stated_memory(checked: CheckedChain, options: LoadOptions) -> tuple[Memory, 
         UserError: a dtype that there is not, or a context longer than a member's.
     """
     return _stated(checked, options), available_bytes(device_named(options.device))
+
+
+def _cache_tokens(stated: Memory, options: LoadOptions) -> int:
+    """Tokens that caches which fill by need may hold, once the weights are loaded."""
+    if options.cache_tokens is not None or options.sequences is not None:
+        return stated.cache_tokens
+    most = SEQUENCES_BY_DEFAULT * stated.context_tokens
+    available = available_bytes(torch.device("cpu"))
+    if available is None or not stated.token_bytes:
+        return most
+    return min(most, stated.context_tokens + int(available / 2 / stated.token_bytes))
 
 
 def serving_conditions(path: str | Path, **options: Any) -> tuple[str, str]:
@@ -264,7 +306,7 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
     ]
     _check_layers_are_whole(checked, options.tensor_parallel)
     check_divisible(verifying, options.tensor_parallel)
-    return state_memory(
+    stated = state_memory(
         checked,
         layouts[checked.manifest.members[0].name],
         num_tokens,
@@ -273,6 +315,15 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
         sequences=options.sequences or 1,
         num_parts=options.tensor_parallel,
     )
+    if options.cache_tokens is None:
+        return stated
+    if options.cache_tokens < num_tokens:
+        raise UserError(
+            "caches that do not hold one context",
+            f"cache_tokens={options.cache_tokens}, context_tokens={num_tokens}",
+            "ask for more cache_tokens, or a shorter context",
+        )
+    return stated.holding(options.cache_tokens)
 
 
 def _check_layers_are_whole(checked: CheckedChain, num_parts: int) -> None:

@@ -5,8 +5,8 @@ workspace of a pass, by the configs and the headers of weight files; `MARGIN` is
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import asdict, dataclass, replace
+from math import ceil, prod
 from typing import Any, Literal
 
 from polybasic.chain.errors import UserError
@@ -131,6 +131,7 @@ class Memory:
         follower: what each of the other processes takes at most that share the verifying members
             with this one; None if there are none.
         num_parts: of these processes, this one included.
+        cache_tokens: that the caches of all sequences hold together.
     """
 
     layout: Layout
@@ -140,6 +141,7 @@ class Memory:
     sequences: int = 1
     follower: "Memory | None" = None
     num_parts: int = 1
+    cache_tokens: int = 0
 
     @property
     def follower_bytes(self) -> int:
@@ -174,9 +176,36 @@ class Memory:
 
     @property
     def bytes_per_1000_tokens(self) -> int:
-        """Of the context, without the workspace."""
-        cache_bytes = sum(parts["cache"] for parts in self.members.values())
-        return round(1000 * cache_bytes / (self.context_tokens + MAX_TREE_ROWS))
+        """Of one sequence, without the workspace."""
+        return round(1000 * self.token_bytes)
+
+    @property
+    def token_bytes(self) -> float:
+        """That the caches hold of one token."""
+        return sum(parts["cache"] for parts in self.members.values()) / self._num_rows
+
+    @property
+    def _num_rows(self) -> int:
+        return self.cache_tokens + self.sequences * MAX_TREE_ROWS
+
+    def holding(self, cache_tokens: int) -> "Memory":
+        """The same with caches of so many tokens, of all sequences together."""
+        other = replace(self, cache_tokens=cache_tokens)
+        share = other._num_rows / self._num_rows
+        members = {
+            name: parts | {"cache": round(share * parts["cache"])}
+            for name, parts in self.members.items()
+        }
+        return replace(other, members=members)
+
+    def fitting(self, available_bytes: int) -> "Memory":
+        """The same with caches of as many tokens as there is memory for, of one context at least,
+        where the sequences need not hold a whole one each."""
+        over = self.needed_bytes - available_bytes
+        if over <= 0 or not self.token_bytes:
+            return self
+        left = self.cache_tokens - ceil(over / MARGIN / self.token_bytes)
+        return self.holding(max(self.context_tokens, left))
 
     def check_fits(self, available_bytes: int) -> None:
         """Refuse a chain that needs more than there is.
@@ -186,7 +215,7 @@ class Memory:
         """
         if self.needed_bytes <= available_bytes:
             return
-        fewer = "fewer sequences or " if self.sequences > 1 else ""
+        fewer = "" if self.cache_tokens == self.context_tokens else "fewer sequences or "
         or_dtype = " or dtype bfloat16" if self.layout.dtype == "float32" else ""
         raise UserError(
             "not enough memory",
@@ -200,7 +229,8 @@ class Memory:
     @property
     def _asked_for(self) -> str:
         context = f"{self.context_tokens} tokens of context"
-        context = context if self.sequences == 1 else f"{self.sequences} sequences of {context}"
+        if self.cache_tokens > self.context_tokens:
+            context = f"{self.sequences} sequences of {context}"
         return context if self.num_parts == 1 else f"{context} by {self.num_parts} processes"
 
     def to_json(self) -> dict[str, Any]:
@@ -212,6 +242,7 @@ class Memory:
             "widened": [*self.layout.widened],
             "context_tokens": self.context_tokens,
             "sequences": self.sequences,
+            "cache_tokens": self.cache_tokens,
             "members": self.members,
             **{name: getattr(self, name) for name in sums},
             **(parts if self.num_parts > 1 else {}),
@@ -289,7 +320,7 @@ def _state(
     passing = max(making, context_tokens * row_bytes)
     workspace = _LIBRARY_BYTES + (shard.count > 1) * _GROUP_BYTES + round(passing)
     whole = layouts[checked.loaded[0].name], context_tokens, found, workspace, sequences
-    return Memory(*whole, follower, shard.count)
+    return Memory(*whole, follower, shard.count, sequences * context_tokens)
 
 
 def _weights(

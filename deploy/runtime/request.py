@@ -68,6 +68,7 @@ class Statistics:
         num_cached_tokens: of the prompt, which an earlier request had read.
         proposals: by member, what it proposed to the verifier above it.
         num_first: new tokens that came with the prompt's last pass, 1 at most.
+        num_pauses: times that the caches were given up to others, and filled again.
     """
 
     num_prompt_tokens: int
@@ -82,6 +83,7 @@ class Statistics:
     num_cached_tokens: int = 0
     proposals: dict[str, Proposals] = field(default_factory=dict)
     num_first: int = 0
+    num_pauses: int = 0
 
     @property
     def num_later(self) -> int:

@@ -34,6 +34,8 @@ from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS, Verifier
 CONTEXT_TOKENS_BY_DEFAULT = 8192
 SEQUENCES_BY_DEFAULT = 16
 """Most at a time, on a CPU; where rounds are captured on a GPU there is one."""
+MIN_KEPT = 16
+"""Sequences, running or over, whose caches are kept where these take memory by need."""
 MIN_COPIED_TOKENS = 16
 """Of another sequence's caches; fewer are read again."""
 
@@ -142,6 +144,7 @@ class Slot:
         session: of a target that runs elsewhere; None where it runs here.
         tokens: of the latest sequence: what the caches hold are rows of its leading tokens.
         is_free: whether no sequence uses it.
+        num_reserved: rows that its sequence is about to write, those that it holds included.
     """
 
     def __init__(
@@ -176,6 +179,7 @@ class Slot:
         self.session = None if models.remote is None else Session(models.remote)
         self.tokens: list[int] = []
         self.is_free = True
+        self.num_reserved = 0
 
     def hold(self, tokens: list[int], num_held: int) -> None:
         """Set the next sequence, whose first `num_held` tokens are those of the latest one."""
@@ -202,6 +206,31 @@ class Slot:
         self.hold([], 0)
         if self.session is not None:
             self.session.end()
+
+    def give_back(self) -> None:
+        """Return the memory of rows that are not committed, see `KeyValueCache.give_back`."""
+        for cache in self.caches.values():
+            cache.give_back()
+        for drafter in self.drafters.made:
+            drafter.give_back()
+
+    def leave(self) -> None:
+        """Take no more rows; what the caches hold may be read again."""
+        self.is_free, self.num_reserved = True, 0
+
+    @property
+    def num_needed(self) -> int:
+        """Rows of each cache that hold what was read, or soon will, without provisional ones."""
+        return max([self.num_reserved, *(cache.length for cache in self._all_caches)])
+
+    @property
+    def num_rows(self) -> int:
+        """The same with those that take memory though nothing needs them."""
+        return max([self.num_reserved, *(cache.num_written for cache in self._all_caches)])
+
+    @property
+    def _all_caches(self) -> list[KeyValueCache]:
+        return [*self.caches.values(), *(drafter.cache for drafter in self.drafters.made)]
 
     def num_known(self, tokens: list[int]) -> int:
         """Leading ones of which the cache of the first model holds rows."""
@@ -230,8 +259,11 @@ class Slots:
     Args:
         most: sequences at a time.
         reuses: whether leading tokens that were read before are not read again.
+        cache_tokens: rows that the caches of all sequences hold together, where these take memory
+            by need; None where each takes that of the whole context.
 
     Attributes:
+        made: the least recently used first.
         paces: of prompts, by verifying member.
     """
 
@@ -242,8 +274,10 @@ class Slots:
         share_caches: bool = True,
         graphs: Graphs | None = None,
         reuses: bool = False,
+        cache_tokens: int | None = None,
     ) -> None:
         self.models, self.most, self.reuses = models, most, reuses
+        self.cache_tokens = cache_tokens
         self._share_caches, self._graphs = share_caches, graphs
         self.paces = {
             name: PromptPace(decoder.device, decoder.is_batch_invariant)
@@ -255,21 +289,29 @@ class Slots:
     def take(self, tokens: list[int]) -> Slot:
         """A free slot, that which knows most of the leading tokens.
 
+        Where caches take memory by need, one that holds another sequence is left as it is as long
+        as there are others.
+
         Raises:
             BusyError: all are used.
             UserError: there is no memory for another one.
         """
         free = [slot for slot in self.made if slot.is_free]
-        if not free:
-            if len(self.made) == self.most:
-                raise BusyError(
-                    "too many answers at a time",
-                    f"{self.most} are being generated, for which there are caches",
-                    "finish or close one, or load the chain for more (sequences)",
-                )
-            free = [self.make()]
+        if len(self.made) - len(free) >= self.most:
+            raise BusyError(
+                "too many answers at a time",
+                f"{self.most} are being generated, for which there are caches",
+                "finish or close one, or load the chain for more (sequences)",
+            )
         # of equal ones the least recently used, an empty one first
-        chosen = min(free, key=lambda slot: (-slot.num_known(tokens), len(slot.tokens) > 0))
+        free.sort(key=lambda slot: (-slot.num_known(tokens), len(slot.tokens) > 0))
+        if not free or (self.cache_tokens is not None and not _continues(free[0], tokens)):
+            empty = [slot for slot in free if not slot.tokens]
+            if not empty and len(self.made) < max(self.most, MIN_KEPT):
+                empty = [self.make()]
+            oldest = [slot for slot in self.made if slot.is_free]
+            free = empty or oldest
+        chosen = free[0]
         chosen.is_free = False
         self.made.remove(chosen)
         self.made.append(chosen)
@@ -289,10 +331,41 @@ class Slots:
                 num_held = max(nums)
                 slot.copy_from(self.made[nums.index(num_held)], num_held)
         slot.hold(list(tokens), num_held)
+        slot.num_reserved = len(tokens)
+
+    def has_room(self, slot: Slot, num_rows: int) -> bool:
+        """Whether a slot may come to hold so many rows beside those of others that are used."""
+        if self.cache_tokens is None:
+            return True
+        used = [other for other in self.made if not other.is_free and other is not slot]
+        return sum(other.num_needed for other in used) + num_rows <= self.cache_tokens
+
+    def make_room(self) -> bool:
+        """Drop what no sequence needs, the least recently used first, until the caches hold no
+        more than they may; False if that does not suffice."""
+        if self.cache_tokens is None or self._num_over <= 0:
+            return True
+        for slot in self.made:
+            slot.give_back()
+        for slot in self.made:
+            if self._num_over <= 0:
+                return True
+            if slot.is_free:
+                slot.clear()
+                slot.give_back()
+        return self._num_over <= 0
+
+    @property
+    def _num_over(self) -> int:
+        """Rows that the caches hold beyond those that they may."""
+        return sum(slot.num_rows for slot in self.made) - (self.cache_tokens or 0)
 
     @property
     def num_fitting(self) -> int:
-        """Those made, and as many more as half of the free memory has caches for."""
+        """Those made, and as many more as half of the free memory has caches for; all of them where
+        caches take memory by need."""
+        if self.cache_tokens is not None:
+            return self.most
         available, size = available_bytes(self.models.device), self.first.num_bytes
         more = self.most if available is None or not size else available // 2 // size
         return len(self.made) + more
@@ -305,15 +378,27 @@ class Slots:
         """
         device, size = self.models.device, self.made[0].num_bytes
         available = available_bytes(device)
-        if available is not None and size > available:
-            raise UserError(
-                "not enough memory for another answer",
-                f"{readable_bytes(size)} for its caches, {readable_bytes(available)} available",
-                "finish or close one, or load the chain for fewer tokens (context_tokens)",
-            )
-        slot = Slot(self.models, self._share_caches, self._graphs, self.paces)
+        if self.cache_tokens is None and available is not None and size > available:
+            raise _no_memory(size, f"{readable_bytes(available)} available")
+        try:
+            slot = Slot(self.models, self._share_caches, self._graphs, self.paces)
+        except OSError as error:
+            raise _no_memory(size, f"the system says {error.strerror}") from error
         self.made.append(slot)
         return slot
+
+
+def _continues(slot: Slot, tokens: list[int]) -> bool:
+    """Whether a sequence shares half of what a slot holds at least, so that little is lost."""
+    return 2 * slot.num_known(tokens) >= slot.num_known(slot.tokens)
+
+
+def _no_memory(size: int, why: str) -> UserError:
+    return UserError(
+        "not enough memory for another answer",
+        f"{readable_bytes(size)} for its caches, {why}",
+        "finish or close one, or load the chain for fewer tokens (context_tokens)",
+    )
 
 
 class BusyError(UserError):

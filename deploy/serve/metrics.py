@@ -73,6 +73,9 @@ class Metrics:
         self.prefix_hits = self._counter(
             "prefix_cache_hits", "Tokens of prompts that were not read again."
         )
+        self._pauses = self._counter(
+            "num_preemptions", "Times that an answer gave its caches up to others."
+        )
         self._passes = self._counter_of("forward_passes", "Passes after the prompt.", "member")
         self._drafts = self._counter_of(
             "spec_decode_num_drafts", "Proposals that were verified, by who proposed.", "member"
@@ -111,6 +114,7 @@ class Metrics:
         self.request_generation_tokens.observe(statistics.num_tokens)
         self.prefix_queries.inc(statistics.num_prompt_tokens)
         self.prefix_hits.inc(statistics.num_cached_tokens)
+        self._pauses.inc(statistics.num_pauses)
         for member, num in statistics.forward_passes.items():
             self._passes.labels(name, member).inc(num)
         for member, proposals in statistics.proposals.items():

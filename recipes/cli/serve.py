@@ -65,6 +65,14 @@ def serve(
         ),
     ] = None,
     max_num_seqs: MaxNumSeqsOption = 16,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="That the caches of all answers hold together, on a CPU; when there are more, the "
+            "latest answers pause.  [default: as many as fit]",
+        ),
+    ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     plan: Annotated[
@@ -152,7 +160,8 @@ def serve(
         named = dict.fromkeys(("localhost", host.lower(), "127.0.0.1", "::1"))
         settings = settings.model_copy(update={"allowed_hosts": tuple(named)})
     options: dict[str, Any] = {"dtype": dtype, "context_tokens": max_model_len, "say": note}
-    options |= {"sequences": max_num_seqs, "device": device, "target": target}
+    options |= {"sequences": max_num_seqs, "cache_tokens": cache_tokens}
+    options |= {"device": device, "target": target}
     options |= remote_options(remote, key_file, tls_certificate, no_optimism)
     options["tensor_parallel"] = tensor_parallel
     loaded = load_chain(with_small(chain, small), graphs=not no_graphs, plan=_plan(plan), **options)
@@ -240,9 +249,9 @@ def _about(chain: "Chain", settings: "ServeSettings", address: str) -> list[str]
     return [
         f"chain {chain.folder} as {', '.join(settings.model_names)}: {members}",
         f"plan: {_plans(chain)}",
-        f"memory: {memory.shown}, for {settings.sequences} answers "
-        f"at a time of {memory.context_tokens} tokens with their prompts; bodies of requests take "
-        f"up to {readable_bytes(BYTES_OF_BODY * settings.room_bytes)} more",
+        f"memory: {memory.shown}, for {settings.sequences} answers at a time of "
+        f"{memory.context_tokens} tokens with their prompts, {memory.cache_tokens} together; "
+        f"bodies of requests take up to {readable_bytes(BYTES_OF_BODY * settings.room_bytes)} more",
         f"listening at {address}"
         + ("; a key is needed" if settings.api_keys else "; no key is needed"),
     ]

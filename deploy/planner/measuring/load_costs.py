@@ -40,6 +40,8 @@ class LoadTimer:
     def most_sequences(self) -> int:
         """That the engine can hold."""
         slots, device = self._engine.slots, self._engine.models.target.device
+        if slots.cache_tokens is not None:
+            return slots.most
         available = available_bytes(device)
         if available is None:
             return slots.most

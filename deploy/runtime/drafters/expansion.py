@@ -119,6 +119,10 @@ class ExpandingDrafter(ABC):
         """Hold so many tokens, which nothing has read, see `Slot.fill_unread`."""
         self.cache.fill(num_tokens - self.lag)
 
+    def give_back(self) -> None:
+        """Return the memory of rows that are not committed, see `KeyValueCache.give_back`."""
+        self.cache.give_back()
+
     @property
     @abstractmethod
     def num_observed(self) -> int | None:

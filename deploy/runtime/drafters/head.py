@@ -2,13 +2,13 @@
 
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.executor import Executor
 from polybasic.deploy.runtime.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.lazy_rows import LazyRows
 
 
 class EagleDrafter(ExpandingDrafter):
@@ -51,6 +51,10 @@ class EagleDrafter(ExpandingDrafter):
         super().fill(num_tokens)
         self.observed.length = num_tokens
 
+    def give_back(self) -> None:
+        super().give_back()
+        self.observed.give_back()
+
     def begin(self, tokens: list[int]) -> int:
         assert self.observed.length == len(tokens) - 1 >= 1
         return super().begin(tokens)
@@ -71,8 +75,8 @@ class Observed:
 
     def __init__(self, head: Executor, capacity: int, width: int | None = None) -> None:
         width = width or head.weights.input_width
-        self.inputs = torch.zeros(capacity, width, dtype=head.dtype, device=head.device)
-        self.length = 0
+        self._rows = LazyRows((capacity, width), dtype=head.dtype, device=head.device)
+        self.inputs, self.length = self._rows.tensor, 0
 
     def append(self, inputs: Tensor) -> None:
         """Add rows [R, input width]."""
@@ -84,3 +88,7 @@ class Observed:
         """Forget all rows from `length` on."""
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"
         self.length = length
+
+    def give_back(self) -> None:
+        """Return the memory of rows that are not known."""
+        self._rows.give_back(self.length)

@@ -101,7 +101,7 @@ class HeldSequence:
         """Leave the caches to others, with what they hold."""
         yield from ()
         if self._slot is not None:
-            self._slot.is_free = True
+            self._slot.leave()
         self._slot = self._stage = None
 
     def _logprobs(self, kept: Kept, gained: list[int]) -> dict[str, NDArray[Any]]:

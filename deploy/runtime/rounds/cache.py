@@ -1,9 +1,7 @@
-"""Keys and values of one sequence, allocated once."""
+"""Keys and values of one sequence."""
 
 from collections.abc import Sequence
 from copy import copy
-from math import prod
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch import Tensor
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.kernels.cpu.library import FixedTensors, kernels_for
 from polybasic.chain.kernels.executor import Executor
+from polybasic.deploy.runtime.rounds.lazy_rows import LazyRows
 
 _MAX_INDEXED = (1 << 31) - 1
 """Elements of a tensor that PyTorch's kernels index on a GPU: they count in 32 bits."""
@@ -29,6 +28,7 @@ class KeyValueCache:
     Attributes:
         block: [layers, 2 * key/value heads, capacity, head size], keys first; initially zeros.
         layers: views of `block`, one for each layer.
+        num_written: leading rows that may take memory, beside the provisional ones.
     """
 
     def __init__(
@@ -40,13 +40,15 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, 2 * config.num_kv_heads, capacity, config.head_dim)
-        self.block = _zeros(shape, dtype=dtype, device=device)
+        self._rows: LazyRows | None = LazyRows(shape, dtype=dtype, device=device)
+        self.block = self._rows.tensor
         self.layers = FixedTensors(self.block)
-        self.capacity, self.length = capacity, 0
+        self.capacity, self.length, self.num_written = capacity, 0, 0
 
     def leading_layers(self, num_layers: int) -> "KeyValueCache":
         """The same rows of the first layers, of which another length is committed."""
         other = copy(self)
+        other._rows = None  # which belong to the whole cache
         other.block = self.block[:num_layers]
         other.layers = FixedTensors(other.block)
         return other
@@ -63,7 +65,7 @@ class KeyValueCache:
         if moved:
             sources = [self.length + row for row, _ in moved]
             self.move(sources, self.length + moved[0][1])
-        self.length += len(rows)
+        self._commit(self.length + len(rows))
 
     def move_on_device(self, sources: Tensor, first: Tensor) -> None:
         """Move rows, in place and on the device, to consecutive places from `first` on.
@@ -90,29 +92,29 @@ class KeyValueCache:
 
     def copy_from(self, other: "KeyValueCache", num_rows: int) -> None:
         """Take over the first committed rows of a cache of the same shape, at most `num_rows`."""
-        self.length = min(num_rows, other.length)
+        self._commit(min(num_rows, other.length))
         self.block[:, :, : self.length] = other.block[:, :, : self.length]
 
     def fill(self, length: int) -> None:
         """Commit so many rows, which then hold zeros, written, so that they lie in memory."""
         self.block[:, :, :length] = 0
-        self.length = length
+        self._commit(length)
 
     def truncate(self, length: int) -> None:
         """Drop all rows from `length` on."""
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"
         self.length = length
 
+    def give_back(self) -> None:
+        """Return the memory of rows that are not committed to the system, between two passes."""
+        if self._rows is not None:
+            self._rows.give_back(self.length)
+        self.num_written = self.length
+
+    def _commit(self, length: int) -> None:
+        self.length = length
+        self.num_written = max(self.num_written, length)
+
     def _parts(self) -> Sequence[Tensor]:
         """As many layers at a time as can be indexed."""
         return self.block.split(max(1, _MAX_INDEXED // self.block[0].numel()))
-
-
-def _zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the system gives memory for those that are written, when they are."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    if not (num_bytes := prod(shape) * dtype.itemsize):
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap(-1, num_bytes, MAP_PRIVATE | MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -25,7 +25,7 @@ from polybasic.deploy.runtime import load as loading
 from polybasic.deploy.runtime import memory
 from polybasic.deploy.runtime.drafters.head import EagleDrafter
 from polybasic.deploy.runtime.memory import Kernels, Layout, Memory, state_memory
-from polybasic.deploy.runtime.rounds import cache
+from polybasic.deploy.runtime.rounds.lazy_rows import LazyRows
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 from tests.checkpoints import write_family
 from tests.conftest import PLAN, write_intermediate
@@ -44,7 +44,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("POLYBASIC_KERNELS", "auto" if request.param == "native" else request.param)
     monkeypatch.setattr(memory, "_LIBRARY_BYTES", 0)
     # all of a cache, as if it were full; the profiler sees what PyTorch allocates
-    monkeypatch.setattr(cache, "_zeros", torch.zeros)
+    monkeypatch.setattr(LazyRows, "__init__", _filled)
     # some rows of a tiny weight at a time, as of one of real size
     monkeypatch.setattr(packed_weight, "_CODES_AT_ONCE", 1 << 12)
     load_kernels.cache_clear()
@@ -52,6 +52,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("no native kernels here")
     yield request.param
     load_kernels.cache_clear()
+
+
+def _filled(self: LazyRows, shape: Any, **given: Any) -> None:
+    self.tensor, self._memory = torch.zeros(shape, **given), None
 
 
 def allocated_by(run: Callable[[], Result]) -> tuple[Result, int, int]:
