@@ -138,7 +138,7 @@ class ActiveSequence:
     def has_room(self) -> bool:
         """Whether the caches have room for its tokens and the next ones."""
         num_next = min(self._num_left, _ROOM_TO_GO_ON)
-        return self._engine.slots.has_room(self.slot, len(self.tokens) + num_next)
+        return self._engine.slots.has_room(self.slot, self._num_tokens + num_next)
 
     def start(self) -> None:
         """Find what need not be read again, and the first pass to wait for."""
@@ -221,7 +221,11 @@ class ActiveSequence:
         self._statistics = self._cost(stopped_by)
 
     def _plan_now(self) -> Plan:
-        return self._engine.plan_now(self.request, len(self.tokens))
+        return self._engine.plan_now(self.request, self._num_tokens)
+
+    @property
+    def _num_tokens(self) -> int:
+        return len(self.request.token_ids) + len(self._answered)
 
     @property
     def _num_left(self) -> int:
@@ -279,7 +283,7 @@ class ActiveSequence:
         """Go on by another plan, between two rounds of the target."""
         self._costs = self._costs_now()
         tokens = self._stages[0].tokens
-        self.request = replace(self.request, plan=plan)
+        self.request = replace(self.request, plan=plan, prompt_logprobs=None)
         self._make_stages()
         yield from self._stages[0].prefill(tokens)
 

@@ -68,6 +68,7 @@ class Engine:
         cache_tokens: that the caches of all sequences hold together, at least those of one context:
             what is kept of sequences that are over gives way, then the latest ones pause. On a CPU
             alone, whose caches take memory by need; default: as many as there are sequences for.
+        kept_tokens: beyond which nothing is kept of sequences that are over; default: all of these.
 
     Attributes:
         measured_plan: the plan of requests that follow load and context, by the number of
@@ -82,6 +83,7 @@ class Engine:
         sequences: int | None = None,
         reuses: bool | None = None,
         cache_tokens: int | None = None,
+        kept_tokens: int | None = None,
     ) -> None:
         self.models = models
         self.graphs = Graphs(models.device, graphs)
@@ -96,7 +98,13 @@ class Engine:
         if reuses is None:
             reuses = all(decoder.is_batch_invariant for decoder in models.decoders.values())
         self.slots = Slots(
-            models, sequences, share_caches, self.graphs if captures else None, reuses, cache_tokens
+            models,
+            sequences,
+            share_caches,
+            self.graphs if captures else None,
+            reuses,
+            cache_tokens,
+            kept_tokens,
         )
         self._parts = RoundParts(self.graphs, models.device) if captures else None
         self._stepping = threading.Lock()

@@ -81,7 +81,8 @@ class LoadOptions(Settings):
         cache_tokens: that the caches of all sequences hold together, on a CPU: when there are more,
             what is kept of answers that are over gives way, then the latest answers pause, and go
             on with the same text. Default: a whole context for each of `sequences`, as far as
-            there is memory; where `sequences` is not given, half of what is free.
+            there is memory; where `sequences` is not given, half of what is free, of which answers
+            that are over keep one context.
         reuses: what was read of an earlier answer's leading tokens is not read again. Default:
             where that changes no bit.
         target: the folder or hub id that the target is taken from, rather than from where the chain
@@ -211,7 +212,8 @@ def load_checked(checked: CheckedChain, options: LoadOptions, can_pause: bool = 
         options.graphs,
         options.sequences,
         options.reuses,
-        _cache_tokens(stated, options) if by_need else None,
+        cache_tokens=_cache_tokens(stated, options) if by_need else None,
+        kept_tokens=stated.cache_tokens if by_need else None,
     )
     _allocate(engine, running, options.sequences or 1)
     release_unused(device)

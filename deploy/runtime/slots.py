@@ -261,6 +261,7 @@ class Slots:
         reuses: whether leading tokens that were read before are not read again.
         cache_tokens: rows that the caches of all sequences hold together, where these take memory
             by need; None where each takes that of the whole context.
+        kept_tokens: rows beyond which nothing is kept of sequences that are over; default: all.
 
     Attributes:
         made: the least recently used first.
@@ -275,9 +276,11 @@ class Slots:
         graphs: Graphs | None = None,
         reuses: bool = False,
         cache_tokens: int | None = None,
+        kept_tokens: int | None = None,
     ) -> None:
         self.models, self.most, self.reuses = models, most, reuses
         self.cache_tokens = cache_tokens
+        self.kept_tokens = cache_tokens if kept_tokens is None else kept_tokens
         self._share_caches, self._graphs = share_caches, graphs
         self.paces = {
             name: PromptPace(decoder.device, decoder.is_batch_invariant)
@@ -308,9 +311,12 @@ class Slots:
         if not free or (self.cache_tokens is not None and not _continues(free[0], tokens)):
             empty = [slot for slot in free if not slot.tokens]
             if not empty and len(self.made) < max(self.most, MIN_KEPT):
-                empty = [self.make()]
-            oldest = [slot for slot in self.made if slot.is_free]
-            free = empty or oldest
+                try:
+                    empty = [self.make()]
+                except UserError:
+                    if not free:  # of which else one gives way
+                        raise
+            free = empty or [slot for slot in self.made if slot.is_free]
         chosen = free[0]
         chosen.is_free = False
         self.made.remove(chosen)
@@ -341,24 +347,23 @@ class Slots:
         return sum(other.num_needed for other in used) + num_rows <= self.cache_tokens
 
     def make_room(self) -> bool:
-        """Drop what no sequence needs, the least recently used first, until the caches hold no
-        more than they may; False if that does not suffice."""
-        if self.cache_tokens is None or self._num_over <= 0:
+        """Drop what no sequence needs, the least recently used first, until the caches hold what
+        they may keep; whether they then hold no more than they may at all."""
+        if self.cache_tokens is None or self.kept_tokens is None:
             return True
-        for slot in self.made:
-            slot.give_back()
-        for slot in self.made:
-            if self._num_over <= 0:
-                return True
-            if slot.is_free:
-                slot.clear()
+        if self.num_rows > self.kept_tokens:
+            for slot in self.made:
                 slot.give_back()
-        return self._num_over <= 0
+            for slot in self.made:
+                if slot.is_free and self.num_rows > self.kept_tokens:
+                    slot.clear()
+                    slot.give_back()
+        return self.num_rows <= self.cache_tokens
 
     @property
-    def _num_over(self) -> int:
-        """Rows that the caches hold beyond those that they may."""
-        return sum(slot.num_rows for slot in self.made) - (self.cache_tokens or 0)
+    def num_rows(self) -> int:
+        """Of the caches of all sequences that take memory, or are about to."""
+        return sum(slot.num_rows for slot in self.made)
 
     @property
     def num_fitting(self) -> int:

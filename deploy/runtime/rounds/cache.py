@@ -107,7 +107,7 @@ class KeyValueCache:
 
     def give_back(self) -> None:
         """Return the memory of rows that are not committed to the system, between two passes."""
-        if self._rows is not None:
+        if self._rows is not None and self.num_written > self.length:
             self._rows.give_back(self.length)
         self.num_written = self.length
 

@@ -162,9 +162,9 @@ def test_conversations_in_turn_are_all_kept(folder: Path, plan: Plan) -> None:
 
 
 def test_the_least_recently_used_gives_way(folder: Path) -> None:
-    chain = load_chain(folder, context_tokens=CONTEXT_TOKENS, sequences=1)
-    slots = chain.engine.slots
-    slots.cache_tokens = CONTEXT_TOKENS
+    # by default as many sequences as there is memory for, and what is over keeps one context
+    chain = load_chain(folder, context_tokens=CONTEXT_TOKENS)
+    assert chain.engine.slots.cache_tokens == 16 * CONTEXT_TOKENS
     talks = [[place] * 40 for place in range(4)]
     for talk in talks:
         pieces_of(chain, talk, 10)
