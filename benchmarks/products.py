@@ -302,7 +302,7 @@ def report_choices(report: ScriptReport, device: torch.device) -> None:
     """What the runtime has compared on this GPU so far, the fastest ways of each product first."""
     if device.type != "cuda":
         return
-    from polybasic.chain.kernels.cuda.choice import choices_of
+    from polybasic.chain.kernels.cuda.products.choice import choices_of
 
     known = choices_of(torch.device("cuda", torch.cuda.current_device())).microseconds
     rows = []

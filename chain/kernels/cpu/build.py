@@ -42,8 +42,10 @@ _log = logging.getLogger(__name__)
 
 def sources_digest() -> str:
     """Of what the kernels are compiled from: a library of other sources is never loaded."""
-    sources = sorted([*SOURCE_FOLDER.glob("*.h"), *SOURCE_FOLDER.glob("*.cpp")])
-    return sha256_of_object({path.name: sha256_of_file(path) for path in sources})
+    sources = sorted([*SOURCE_FOLDER.rglob("*.h"), *SOURCE_FOLDER.rglob("*.cpp")])
+    return sha256_of_object(
+        {path.relative_to(SOURCE_FOLDER).as_posix(): sha256_of_file(path) for path in sources}
+    )
 
 
 def prebuilt_name(isa: str) -> str:
@@ -104,10 +106,10 @@ def compile_library(compiler: Compiler, isa: InstructionSet, path: Path, cache: 
     Raises:
         NativeUnavailable: the compiler failed.
     """
-    units, flags = sorted(SOURCE_FOLDER.glob("*.cpp")), compiler.flags(isa)
+    units, flags = sorted(SOURCE_FOLDER.rglob("*.cpp")), compiler.flags(isa)
     objects = [path.with_name(f"{path.stem}-{unit.stem}.o") for unit in units]
     commands = [
-        (*flags, "-c", str(unit), "-o", str(made))
+        (*flags, f"-I{SOURCE_FOLDER}", "-c", str(unit), "-o", str(made))
         for unit, made in zip(units, objects, strict=True)
     ]
     with (

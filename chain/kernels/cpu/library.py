@@ -14,7 +14,7 @@ from polybasic.chain.kernels.environment import kernels_wanted
 
 _VERSION = 10
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
-"""Element types of source/matrix.h and source/decoder.h."""
+"""Element types of source/products/matrix.h and source/passes/decoder.h."""
 
 
 def address(tensor: Tensor, dtype: torch.dtype) -> int:

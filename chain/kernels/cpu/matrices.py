@@ -21,7 +21,7 @@ _BLOCKS = {4: 3, 5: 4, 6: 5, 8: 6}
 
 
 class MatrixStruct(ctypes.Structure):
-    """`Matrix` of source/matrix.h."""
+    """`Matrix` of source/products/matrix.h."""
 
     _fields_ = (
         ("format", ctypes.c_int32),
@@ -45,8 +45,8 @@ class NativeLinear:
 
     Args:
         shape: O of these tensors, and I.
-        tensors: weights, and scales, offsets and factors of codes, as source/matrix.h lays them
-            out.
+        tensors: weights, and scales, offsets and factors of codes, as source/products/matrix.h lays
+            them out.
         bias: [O] or None.
         rest: further outputs of the same inputs, in other blocks.
     """

@@ -22,7 +22,7 @@ from polybasic.chain.kernels.cuda.attention_plan import (
     AttentionPlan,
     Gpu,
 )
-from polybasic.chain.kernels.cuda.product_launch import early_launch
+from polybasic.chain.kernels.cuda.products.launch import early_launch
 from polybasic.chain.kernels.rotary import Rotation
 from polybasic.chain.kernels.torch.operations import Heads
 from polybasic.chain.kernels.torch.rows import DeviceRows, Span

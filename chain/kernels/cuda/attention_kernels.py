@@ -13,7 +13,7 @@ are.
 import triton
 import triton.language as tl
 
-from polybasic.chain.kernels.cuda.product_kernels import prefetch, wait_for_previous
+from polybasic.chain.kernels.cuda.products.kernels import prefetch, wait_for_previous
 
 _BLOCKS_AHEAD = tl.constexpr(2)
 """Blocks of columns that are requested before the wait."""

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from polybasic.chain.formats.plan import MAX_TOP_K
-from polybasic.chain.kernels.cuda.product_kernels import wait_for_previous
-from polybasic.chain.kernels.cuda.product_launch import early_launch
+from polybasic.chain.kernels.cuda.products.kernels import wait_for_previous
+from polybasic.chain.kernels.cuda.products.launch import early_launch
 from polybasic.chain.kernels.torch.trees import Beam
 
 MAX_BEST = MAX_TOP_K

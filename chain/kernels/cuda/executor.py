@@ -7,10 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from polybasic.chain.kernels.cuda import attention, products
+from polybasic.chain.kernels.cuda import attention
 from polybasic.chain.kernels.cuda.draft_operations import DraftOperations
 from polybasic.chain.kernels.cuda.joined_passes import JoinedPasses
-from polybasic.chain.kernels.cuda.product_launch import (
+from polybasic.chain.kernels.cuda.products import fused
+from polybasic.chain.kernels.cuda.products.launch import (
     MAX_ROWS,
     ROWS_OF_KERNELS,
     ManyRows,
@@ -37,7 +38,7 @@ class TritonOperations(DraftOperations):
     """Adds norms, products and attention of few rows in Triton."""
 
     def norm(self, x_RI: Tensor, norm: Norm) -> Tensor:
-        return products.norm(x_RI, norm)
+        return fused.norm(x_RI, norm)
 
     def product(
         self,
@@ -48,14 +49,14 @@ class TritonOperations(DraftOperations):
     ) -> Tensor:
         if isinstance(linear, JoinedLinear):
             return self.joined_product(linear, x_RI, norm, added)
-        return products.product(_of_device(linear), x_RI, norm, added)
+        return fused.product(_of_device(linear), x_RI, norm, added)
 
     def gated_product(
         self, linear: Linear, x_RI: Tensor, norm: Norm | None, activation: str
     ) -> Tensor:
         if isinstance(linear, JoinedLinear):
             return super().gated_product(linear, x_RI, norm, activation)
-        return products.gated_product(_of_device(linear), x_RI, norm, activation)
+        return fused.gated_product(_of_device(linear), x_RI, norm, activation)
 
     def attention(
         self,
@@ -117,10 +118,10 @@ class CudaExecutor(TorchExecutor):
         return self.operations if num_rows <= MAX_ROWS else self._many_rows
 
     def prepare(self, functions: Sequence[Callable[[], None]]) -> None:
-        with products.noted() as found, torch.inference_mode():
+        with fused.noted() as found, torch.inference_mode():
             for function in functions:
                 function()
-        products.prepare(list(found.values()))
+        fused.prepare(list(found.values()))
 
     def capture_by(self, runner: Runner) -> None:
         # what is divided over processes waits for the others

@@ -20,7 +20,7 @@ from torch import Tensor
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.cuda.attention import Seen, joined_attention, joined_plan
 from polybasic.chain.kernels.cuda.attention_plan import MAX_TICKETS, AttentionPlan
-from polybasic.chain.kernels.cuda.product_launch import MAX_ROWS
+from polybasic.chain.kernels.cuda.products.launch import MAX_ROWS
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Layers, Perturbation, Runner
 from polybasic.chain.kernels.rows import Rows, narrower_window

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from polybasic.chain.kernels.cuda.product_kernels import wait_for_previous
-from polybasic.chain.kernels.cuda.product_launch import early_launch
+from polybasic.chain.kernels.cuda.products.kernels import wait_for_previous
+from polybasic.chain.kernels.cuda.products.launch import early_launch
 from polybasic.chain.kernels.torch import operations
 
 _CHUNK = 2048

@@ -2,7 +2,7 @@
 // tree cost little more than one. What a row gets does not depend on the rows beside it.
 #pragma once
 
-#include "matrix.h"
+#include "products/matrix.h"
 
 #if defined(POLYBASIC_AMX)
 

@@ -2,7 +2,7 @@
 // addresses of in pages of 4 KB: looking these up takes a tenth of a pass's time.
 #pragma once
 
-#include "decoder.h"
+#include "passes/decoder.h"
 
 #if defined(__linux__)
 #include <cerrno>

@@ -1,9 +1,9 @@
 // The functions that polybasic.chain.kernels.cpu.library and .passes call.
 
-#include "block_rows.h"
+#include "products/block_rows.h"
 #include "huge_pages.h"
 #include "noise.h"
-#include "passes.h"
+#include "passes/passes.h"
 #include "sampling.h"
 
 namespace polybasic {

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "matrix.h"
-#include "team.h"
+#include "products/matrix.h"
+#include "threads/team.h"
 
 namespace polybasic {
 

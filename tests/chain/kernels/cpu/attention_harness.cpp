@@ -1,5 +1,5 @@
-// What tests/chain/kernels/cpu/test_attention.py calls in chain/kernels/cpu/source/attention.h.
-#include "attention.h"
+// What tests/chain/kernels/cpu/test_attention.py calls in chain/kernels/cpu/source/attention/attention.h.
+#include "attention/attention.h"
 
 #include <cstdlib>
 #include <limits>

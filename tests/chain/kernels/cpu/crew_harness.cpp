@@ -1,6 +1,6 @@
 // Functions through which tests/chain/kernels/cpu/test_crew.py calls a crew.
 
-#include "crew.h"
+#include "threads/crew.h"
 
 using polybasic::Crew;
 

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "passes.h"
+#include "passes/passes.h"
 
 using namespace polybasic;
 

@@ -68,7 +68,7 @@ def elsewhere(isa: InstructionSet, folder: Path) -> Path:
     flags = Compiler((path,), CROSS_COMPILER, "").flags(isa)
     # half the time, and emulated it runs as fast
     flags = tuple("-O1" if flag == "-O3" else flag for flag in flags)
-    units = [str(path) for path in (HARNESS, *sorted(SOURCE_FOLDER.glob("*.cpp")))]
+    units = [str(path) for path in (HARNESS, *sorted(SOURCE_FOLDER.rglob("*.cpp")))]
     linked = ("-static", "-pthread", "-Wl,--whole-archive", "-lpthread", "-Wl,--no-whole-archive")
     built = folder / isa.name
     command = [path, *flags, f"-I{SOURCE_FOLDER}", *units, *linked, "-o", str(built)]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from polybasic.chain.formats.checkpoints.awq import dequantize, round_to_nearest
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
-from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
-from polybasic.chain.kernels.cuda.product_options import (
+from polybasic.chain.kernels.cuda.products.launch import Product, Tiling
+from polybasic.chain.kernels.cuda.products.options import (
     BLOCK_SHAPES,
     DENSE_SHAPES,
     PACKED_SHAPES,

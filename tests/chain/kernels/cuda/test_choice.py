@@ -15,23 +15,23 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from polybasic.chain.kernels.cuda import choice
-from polybasic.chain.kernels.cuda.choice import (
+from polybasic.chain.kernels.cuda.products import choice
+from polybasic.chain.kernels.cuda.products.choice import (
     Choices,
     Contest,
     Timer,
     choices_of,
     decide,
 )
-from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
-from polybasic.chain.kernels.cuda.product_options import (
+from polybasic.chain.kernels.cuda.products.launch import Product, Tiling
+from polybasic.chain.kernels.cuda.products.options import (
     Option,
     Task,
     described,
     fixed_option,
     options_of,
 )
-from polybasic.chain.kernels.cuda.product_samples import (
+from polybasic.chain.kernels.cuda.products.samples import (
     num_samples,
     relative_error,
     samples_of,

@@ -205,7 +205,7 @@ def test_few_rows_are_multiplied_by_packed_weights(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass that makes a dense matrix of a packed one fails, unless it is a long prompt's."""
-    from polybasic.chain.kernels.cuda import product_launch
+    from polybasic.chain.kernels.cuda.products import launch
 
     executor = decoder("packed")
     rows = [consecutive_rows(4, num_rows)]
@@ -227,7 +227,7 @@ def test_few_rows_are_multiplied_by_packed_weights(
     def refuse(self: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         raise AssertionError(f"dequantized by many launches: {self.shape}")
 
-    monkeypatch.setattr(product_launch, "dequantized", dequantized)
+    monkeypatch.setattr(launch, "dequantized", dequantized)
     if num_rows <= 64:
         monkeypatch.setattr(PackedWeight, "dequantized", refuse)
     run()

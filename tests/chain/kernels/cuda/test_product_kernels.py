@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
-from polybasic.chain.kernels.cuda import product_kernels, unpacking
-from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
-from polybasic.chain.kernels.cuda.product_options import BLOCK_SHAPES, DENSE_SHAPES, PACKED_SHAPES
+from polybasic.chain.kernels.cuda.products import kernels, unpacking
+from polybasic.chain.kernels.cuda.products.launch import Product, Tiling
+from polybasic.chain.kernels.cuda.products.options import BLOCK_SHAPES, DENSE_SHAPES, PACKED_SHAPES
 from tests.chain.kernels.cuda.compiling import (
     CAPABILITIES,
     MOST_SHARED_BYTES,
@@ -123,7 +123,7 @@ def request(product: Product, tiling: Tiling, capability: int) -> Request:
     _, arguments = product.arguments(tiling)
     arguments |= {"IS_ON_GPU": True, "IS_WIDE": capability == 90}
     options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
-    kernel = product_kernels.product_kernel
+    kernel = kernels.product_kernel
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -134,7 +134,7 @@ def request(product: Product, tiling: Tiling, capability: int) -> Request:
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
     return Request(
-        product_kernels.__name__,
+        kernels.__name__,
         "product_kernel",
         signature,
         constants,
@@ -277,9 +277,7 @@ def test_the_norm_reads_a_row_at_once(capability: int) -> None:
     signature |= {"in_size": "i32", "x_stride": "i32", "eps": "fp32"}
     is_early = capability == 90
     constants, options = {"INS": 4096, "IS_EARLY": is_early}, {"num_warps": 8}
-    wide = Request(
-        product_kernels.__name__, "norm_kernel", signature, constants, (), capability, options
-    )
+    wide = Request(kernels.__name__, "norm_kernel", signature, constants, (), capability, options)
     mixed = replace(
         wide,
         signature={**signature, "norm_ptr": "*fp32"},

@@ -11,11 +11,12 @@ pytest.importorskip("triton")
 
 from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, DEVICE_STEP
-from polybasic.chain.kernels.cuda import KERNEL_DTYPES, product_launch, products
+from polybasic.chain.kernels.cuda import KERNEL_DTYPES
 from polybasic.chain.kernels.cuda.executor import TritonEmbedding, TritonOperations
-from polybasic.chain.kernels.cuda.product_launch import ManyRows, Tiling, dequantized, normed
-from polybasic.chain.kernels.cuda.product_options import BLOCK_SHAPES, DENSE_SHAPES, PACKED_SHAPES
-from polybasic.chain.kernels.cuda.products import gated_product, product
+from polybasic.chain.kernels.cuda.products import fused, launch
+from polybasic.chain.kernels.cuda.products.fused import gated_product, product
+from polybasic.chain.kernels.cuda.products.launch import ManyRows, Tiling, dequantized, normed
+from polybasic.chain.kernels.cuda.products.options import BLOCK_SHAPES, DENSE_SHAPES, PACKED_SHAPES
 from polybasic.chain.kernels.torch.operations import (
     ACTIVATIONS,
     DeviceEmbedding,
@@ -44,7 +45,7 @@ DENSE, PACKED = Tiling(128, 64), Tiling(128, 128)
 @pytest.fixture(params=[True, False], ids=["from shared memory", "from registers"])
 def tensor_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both orders in which tensor cores take the inputs of packed weights."""
-    monkeypatch.setattr(product_launch, "_is_wide", lambda device: request.param)
+    monkeypatch.setattr(launch, "_is_wide", lambda device: request.param)
 
 
 def test_packing_keeps_every_number() -> None:
@@ -204,9 +205,9 @@ def test_tickets_are_left_as_they_were_found() -> None:
     found, _ = random_product(torch.float16, 128, 300, 512, 3)
     tiling = replace(PACKED, splits=4)
     first = found.computed(tiling)
-    assert not product_launch._tickets(CPU).any()
+    assert not launch._tickets(CPU).any()
     assert torch.equal(found.computed(tiling), first)
-    product_launch._tickets(CPU)[1] = 1  # then one takes itself for the last before another comes
+    launch._tickets(CPU)[1] = 1  # then one takes itself for the last before another comes
     torch.use_deterministic_algorithms(True)  # fills memory with NaN before it is written
     try:
         # the third tile overlaps the second, and ends with the outputs
@@ -214,7 +215,7 @@ def test_tickets_are_left_as_they_were_found() -> None:
         assert is_wrong.nonzero().flatten().tolist() == [*range(128, 300 - 128)]
     finally:
         torch.use_deterministic_algorithms(False)
-        product_launch._tickets(CPU).zero_()
+        launch._tickets(CPU).zero_()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -225,7 +226,7 @@ def test_the_norm_alone(dtype: torch.dtype) -> None:
     found = normed(x.to(dtype), Norm(weight, 1e-2))
     assert found.dtype == dtype
     apart = x.to(dtype).t().contiguous().t()
-    assert torch.equal(products.norm(apart, Norm(weight, 1e-2)), found)
+    assert torch.equal(fused.norm(apart, Norm(weight, 1e-2)), found)
     assert relative(found, expected) < {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(dtype, 1e-6)
 
 
@@ -343,7 +344,7 @@ def test_types_may_differ_within_a_product(num_rows: int) -> None:
     joined, added = JoinedLinear(parts), torch.randn(num_rows, 128).half()
     biases = [torch.zeros(64) if part.bias is None else part.bias for part in parts]
     dense = DeviceLinear(torch.cat(weights).half(), torch.cat(biases))
-    operations = TritonOperations() if num_rows <= product_launch.MAX_ROWS else ManyRows()
+    operations = TritonOperations() if num_rows <= launch.MAX_ROWS else ManyRows()
     given = found.x_RI, found.norm, added
     expected = OPERATIONS.product(dense, *given).float()
     assert relative(operations.product(joined, *given), expected) < TOLERANCES[torch.float16]

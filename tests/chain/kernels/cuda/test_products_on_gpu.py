@@ -10,15 +10,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
-from polybasic.chain.kernels.cuda.choice import Choices, compile_together
-from polybasic.chain.kernels.cuda.product_launch import (
+from polybasic.chain.kernels.cuda.products.choice import Choices, compile_together
+from polybasic.chain.kernels.cuda.products.launch import (
     Product,
     _tickets,
     can_begin_early,
     dequantized,
     dequantized_blocks,
 )
-from polybasic.chain.kernels.cuda.product_options import PACKED_SHAPES, Task, options_of
+from polybasic.chain.kernels.cuda.products.options import PACKED_SHAPES, Task, options_of
 from polybasic.chain.kernels.torch.operations import DeviceLinear, DeviceWeight, Norm
 from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight

@@ -159,9 +159,9 @@ def test_answers_of_a_loaded_chain_in_half_precision(
 def test_all_products_of_a_plan_are_known_before_the_first_is_computed(
     tiny_chain: Path, monkeypatch: pytest.MonkeyPatch, in_triton: None
 ) -> None:
-    from polybasic.chain.kernels.cuda import products
-    from polybasic.chain.kernels.cuda.product_launch import Product
-    from polybasic.chain.kernels.cuda.product_options import Task
+    from polybasic.chain.kernels.cuda.products import fused
+    from polybasic.chain.kernels.cuda.products.launch import Product
+    from polybasic.chain.kernels.cuda.products.options import Task
 
     prepared: list[set[Task]] = []
     computed, product_computed = set[Task](), Product.computed
@@ -172,9 +172,7 @@ def test_all_products_of_a_plan_are_known_before_the_first_is_computed(
         return product_computed(self, tiling)
 
     monkeypatch.setattr(Product, "computed", record)
-    monkeypatch.setattr(
-        products, "prepare", lambda found: prepared.append(set(map(Task.of, found)))
-    )
+    monkeypatch.setattr(fused, "prepare", lambda found: prepared.append(set(map(Task.of, found))))
     # what is captured runs when it is needed
     monkeypatch.setattr(RecordedGraphs, "prepare", lambda self, steps, say: None)
     chain = load_chain(tiny_chain, dtype="float16")

@@ -1,6 +1,6 @@
 // Products with weights of AutoAWQ's 4-bit format.
 
-#include "codes_amx.h"
+#include "products/codes_amx.h"
 
 namespace polybasic {
 namespace {

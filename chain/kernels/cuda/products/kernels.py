@@ -15,7 +15,7 @@ read once, and few rows waste little.
 import triton
 import triton.language as tl
 
-from polybasic.chain.kernels.cuda.unpacking import (
+from polybasic.chain.kernels.cuda.products.unpacking import (
     CONSTANT_STEPS,
     block_codes,
     block_levels,

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "amx.h"
-#include "codes.h"
+#include "products/codes.h"
 
 namespace polybasic {
 

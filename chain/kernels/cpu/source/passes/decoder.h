@@ -10,9 +10,9 @@
 #include <memory>
 #include <vector>
 
-#include "attention.h"
-#include "matrix.h"
-#include "team.h"
+#include "attention/attention.h"
+#include "products/matrix.h"
+#include "threads/team.h"
 
 namespace polybasic {
 

@@ -1,7 +1,7 @@
 // What the library does, for one element type of a model: each unit of them is compiled by itself.
 #pragma once
 
-#include "positions.h"
+#include "passes/positions.h"
 
 namespace polybasic {
 

@@ -1,7 +1,7 @@
 // Products with weights in Q5_0, Q5_1 and Q5_K.
 
-#include "blocks.h"
-#include "codes_amx.h"
+#include "products/blocks.h"
+#include "products/codes_amx.h"
 
 namespace polybasic {
 

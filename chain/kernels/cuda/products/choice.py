@@ -22,8 +22,8 @@ from torch import Tensor
 
 from polybasic.chain.caching import cache_folder, read_cached, write_cached
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
-from polybasic.chain.kernels.cuda.product_launch import Product, Tiling, can_begin_early
-from polybasic.chain.kernels.cuda.product_options import (
+from polybasic.chain.kernels.cuda.products.launch import Product, Tiling, can_begin_early
+from polybasic.chain.kernels.cuda.products.options import (
     Option,
     Task,
     described,
@@ -31,8 +31,8 @@ from polybasic.chain.kernels.cuda.product_options import (
     num_processors,
     options_of,
 )
-from polybasic.chain.kernels.cuda.product_samples import relative_error, samples_of
-from polybasic.chain.kernels.cuda.product_timing import interleaved_seconds
+from polybasic.chain.kernels.cuda.products.samples import relative_error, samples_of
+from polybasic.chain.kernels.cuda.products.timing import interleaved_seconds
 from polybasic.chain.processor import num_cores
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
@@ -41,13 +41,7 @@ Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Relative errors (Euclidean norm) from which a result is wrong; rounding causes a tenth."""
 
-_SOURCES = (
-    "product_kernels.py",
-    "product_launch.py",
-    "product_options.py",
-    "product_timing.py",
-    "unpacking.py",
-)
+_SOURCES = "kernels.py", "launch.py", "options.py", "timing.py", "unpacking.py"
 _COMPILERS = 8
 _UNFUSED, _EARLY = 2, 1
 

@@ -4,7 +4,7 @@
 // added in float32.
 #pragma once
 
-#include "tiles.h"
+#include "products/tiles.h"
 
 namespace polybasic {
 
@@ -76,7 +76,7 @@ POLYBASIC_INLINE IntPart whole_sum(IntPart sum) {
 
 constexpr int kUnit = kGroup;
 
-// How codes lie: in kLines vectors of 16 words for a unit of 32 inputs, as source/matrix.h has them. `read` gives
+// How codes lie: in kLines vectors of 16 words for a unit of 32 inputs, as products/matrix.h has them. `read` gives
 // those of a word of eight inputs: of its first four, and of its last. Products of kWords words are added
 // together, in pairs or not.
 

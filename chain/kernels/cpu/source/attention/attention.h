@@ -7,8 +7,8 @@
 // rows of its path are in the cache, and however many threads share the work.
 #pragma once
 
-#include "attention_amx.h"
-#include "attention_worker.h"
+#include "attention/worker_amx.h"
+#include "attention/worker.h"
 
 namespace polybasic {
 

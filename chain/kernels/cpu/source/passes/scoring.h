@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "decoder.h"
+#include "passes/decoder.h"
 
 namespace polybasic {
 

@@ -1,7 +1,7 @@
 // Products with weights in Q4_0, Q4_1 and Q4_K.
 
-#include "blocks.h"
-#include "codes_amx.h"
+#include "products/blocks.h"
+#include "products/codes_amx.h"
 
 namespace polybasic {
 

@@ -1,8 +1,8 @@
 // Rows of GGML's types as a file has them, laid out as products read them.
 #pragma once
 
-#include "matrix.h"
-#include "team.h"
+#include "products/matrix.h"
+#include "threads/team.h"
 
 namespace polybasic {
 

@@ -5,7 +5,7 @@
 //   N = best tokens of a position, which a table of bigrams corrects by the token before
 #pragma once
 
-#include "draft.h"
+#include "passes/draft.h"
 
 namespace polybasic {
 

@@ -2,8 +2,8 @@
 // cores, in one parallel region from the first layer to the last.
 #pragma once
 
-#include "barrier.h"
-#include "crew.h"
+#include "threads/barrier.h"
+#include "threads/crew.h"
 
 namespace polybasic {
 

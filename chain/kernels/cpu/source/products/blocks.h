@@ -1,7 +1,7 @@
 // Products with weights of GGML's types: codes of a few bits, with scales and offsets of one level or of two.
 #pragma once
 
-#include "codes.h"
+#include "products/codes.h"
 
 namespace polybasic {
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "amx.h"
-#include "attention_worker.h"
+#include "attention/worker.h"
 
 #if defined(POLYBASIC_AMX)
 

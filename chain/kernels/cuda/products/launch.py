@@ -14,8 +14,8 @@ from torch import Tensor
 
 from polybasic.chain.formats.checkpoints.block_types import DEVICE_STEP
 from polybasic.chain.kernels.cuda import KERNEL_DTYPES
-from polybasic.chain.kernels.cuda.product_kernels import norm_kernel, product_kernel
-from polybasic.chain.kernels.cuda.unpacking import (
+from polybasic.chain.kernels.cuda.products.kernels import norm_kernel, product_kernel
+from polybasic.chain.kernels.cuda.products.unpacking import (
     dequantize_blocks_kernel,
     dequantize_kernel,
 )

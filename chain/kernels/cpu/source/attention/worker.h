@@ -4,8 +4,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "attention_plan.h"
-#include "attention_tiles.h"
+#include "attention/plan.h"
+#include "attention/tiles.h"
 
 namespace polybasic {
 namespace attention {

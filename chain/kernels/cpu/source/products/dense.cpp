@@ -1,7 +1,7 @@
 // Products with float32 and bfloat16 weights.
 
 #include "amx.h"
-#include "tiles.h"
+#include "products/tiles.h"
 
 namespace polybasic {
 namespace {

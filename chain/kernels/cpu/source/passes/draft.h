@@ -5,7 +5,7 @@
 //   K = children of each row, and rows of a beam; L = levels; V = tokens that can be drafted
 #pragma once
 
-#include "scoring.h"
+#include "passes/scoring.h"
 
 namespace polybasic {
 

@@ -9,9 +9,9 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-from polybasic.chain.kernels.cuda.choice import choices_of
-from polybasic.chain.kernels.cuda.product_launch import Product, normed
-from polybasic.chain.kernels.cuda.product_options import Task, fixed_option
+from polybasic.chain.kernels.cuda.products.choice import choices_of
+from polybasic.chain.kernels.cuda.products.launch import Product, normed
+from polybasic.chain.kernels.cuda.products.options import Task, fixed_option
 from polybasic.chain.kernels.torch.operations import DeviceLinear, Norm
 
 _noted: ContextVar[dict[Task, Product] | None] = ContextVar("noted", default=None)

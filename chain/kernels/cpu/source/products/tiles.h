@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "matrix.h"
+#include "products/matrix.h"
 
 namespace polybasic {
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polybasic.chain.kernels.cuda.product_launch import Product
+from polybasic.chain.kernels.cuda.products.launch import Product
 from polybasic.chain.kernels.torch.operations import (
     ACTIVATIONS,
     DeviceLinear,

@@ -1,6 +1,6 @@
 // Passes, drafts and products of models in float32.
 
-#include "passes.h"
+#include "passes/passes.h"
 
 namespace polybasic {
 

@@ -1,7 +1,7 @@
 // Products with weights in Q8_0.
 
-#include "blocks.h"
-#include "codes_amx.h"
+#include "products/blocks.h"
+#include "products/codes_amx.h"
 
 namespace polybasic {
 

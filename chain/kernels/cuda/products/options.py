@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from polybasic.chain.formats.checkpoints.block_types import DEVICE_STEP
-from polybasic.chain.kernels.cuda.product_launch import Product, Tiling
+from polybasic.chain.kernels.cuda.products.launch import Product, Tiling
 from polybasic.chain.kernels.torch.packed_blocks import PackedBlocks
 from polybasic.chain.kernels.torch.packed_weight import PackedWeight
 
