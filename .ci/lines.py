@@ -19,7 +19,7 @@ LINES = {
     "recipes": 7_700,
     "train": 8_600,
     "benchmarks": 8_590,
-    "tests": 63_760,
+    "tests": 63_770,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -144,7 +144,8 @@ class Slot:
         session: of a target that runs elsewhere; None where it runs here.
         tokens: of the latest sequence: what the caches hold are rows of its leading tokens.
         is_free: whether no sequence uses it.
-        num_reserved: rows that its sequence is about to write, those that it holds included.
+        num_reserved: rows that its sequence is about to write, those that it holds included; 0
+            where none runs.
     """
 
     def __init__(
@@ -340,22 +341,22 @@ class Slots:
         slot.num_reserved = len(tokens)
 
     def has_room(self, slot: Slot, num_rows: int) -> bool:
-        """Whether a slot may come to hold so many rows beside those of others that are used."""
+        """Whether a slot may come to hold so many rows beside those of sequences that run."""
         if self.cache_tokens is None:
             return True
-        used = [other for other in self.made if not other.is_free and other is not slot]
-        return sum(other.num_needed for other in used) + num_rows <= self.cache_tokens
+        others = [other for other in self.made if other.num_reserved and other is not slot]
+        return sum(other.num_needed for other in others) + num_rows <= self.cache_tokens
 
     def make_room(self) -> bool:
-        """Drop what no sequence needs, the least recently used first, until the caches hold what
-        they may keep; whether they then hold no more than they may at all."""
+        """Drop what no sequence that runs needs, the least recently used first, until the caches
+        hold what they may keep; whether they then hold no more than they may at all."""
         if self.cache_tokens is None or self.kept_tokens is None:
             return True
         if self.num_rows > self.kept_tokens:
             for slot in self.made:
                 slot.give_back()
             for slot in self.made:
-                if slot.is_free and self.num_rows > self.kept_tokens:
+                if not slot.num_reserved and self.num_rows > self.kept_tokens:
                     slot.clear()
                     slot.give_back()
         return self.num_rows <= self.cache_tokens

@@ -174,6 +174,19 @@ def test_the_least_recently_used_gives_way(folder: Path) -> None:
     assert pieces_of(chain, talks[0], 1).statistics.num_cached_tokens == 0
 
 
+def test_what_is_kept_gives_way_to_the_next_turns_that_wait(folder: Path) -> None:
+    chain = load_chain(folder, context_tokens=CONTEXT_TOKENS, cache_tokens=CONTEXT_TOKENS)
+    options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True, "plan": PLANS[2]}
+    talks = [[place, 5] * 20 for place in range(2)]
+    for place, talk in enumerate(talks):
+        talks[place] = [*talk, *chain.generate(talk, **options).token_ids, 1, 2, 3]
+    live = [chain.begin(talk, **options) for talk in talks]
+    while chain.step():
+        pass
+    assert [answering.statistics.num_tokens for answering in live] == [20, 20]
+    assert live[0].statistics.num_cached_tokens == 59
+
+
 @pytest.mark.skipif(usage(CPU) is None, reason="the system does not tell what is in use")
 def test_memory_is_taken_by_need_and_given_back() -> None:
     def resident() -> int:
