@@ -171,13 +171,6 @@ def load_checked(checked: CheckedChain, options: LoadOptions, can_pause: bool = 
     """
     begun = time.monotonic()
     is_alone = options.tensor_parallel == 1 and options.remote is None
-    by_need = can_pause and is_alone and device_named(options.device).type == "cpu"
-    if options.cache_tokens is not None and not by_need:
-        raise UserError(
-            "caches that each hold a whole context",
-            f"cache_tokens={options.cache_tokens}",
-            "leave it out on a GPU, with several processes, and where a member runs elsewhere",
-        )
     device, dtype = device_named(options.device), _dtype(checked, options)
     for warning in checked.warnings:
         _log.warning("%s", warning)
@@ -186,6 +179,14 @@ def load_checked(checked: CheckedChain, options: LoadOptions, can_pause: bool = 
     if options.remote is not None:
         remote, options = _remote(checked, options, options.remote)
     num_parts, stated = options.tensor_parallel, _stated(checked, options)
+    is_on_host = device.type == "cpu" and stated.layout.kernels != "device"
+    by_need = can_pause and is_alone and is_on_host
+    if options.cache_tokens is not None and not by_need:
+        raise UserError(
+            "caches that each hold a whole context",
+            f"cache_tokens={options.cache_tokens}",
+            "leave it out on a GPU, with several processes, and where a member runs elsewhere",
+        )
     if (available := available_bytes(device)) is not None:
         if by_need and options.cache_tokens is None:
             stated = stated.fitting(available)

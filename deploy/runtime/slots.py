@@ -38,6 +38,8 @@ MIN_KEPT = 16
 """Sequences, running or over, whose caches are kept where these take memory by need."""
 MIN_COPIED_TOKENS = 16
 """Of another sequence's caches; fewer are read again."""
+SOON_READ = 128
+"""Tokens that are not worth caches of their own: a pass or two read them again."""
 
 
 @dataclass
@@ -395,8 +397,10 @@ class Slots:
 
 
 def _continues(slot: Slot, tokens: list[int]) -> bool:
-    """Whether a sequence shares half of what a slot holds at least, so that little is lost."""
-    return 2 * slot.num_known(tokens) >= slot.num_known(slot.tokens)
+    """Whether little of what a slot holds is lost to a sequence: half of it at most, or few
+    tokens."""
+    num_known, num_held = slot.num_known(tokens), slot.num_known(slot.tokens)
+    return num_held - num_known <= max(num_known, SOON_READ)
 
 
 def _no_memory(size: int, why: str) -> UserError:

@@ -10,7 +10,7 @@ import torch
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.runtime import batching
+from polybasic.deploy.runtime import batching, slots
 from polybasic.deploy.runtime import load as loading
 from polybasic.deploy.runtime.batching import ActiveSequence
 from polybasic.deploy.runtime.hardware import usage
@@ -29,6 +29,12 @@ CONTEXT_TOKENS, CACHE_TOKENS = 120, 200
 ROUNDS = 20
 """Rows that those which run may add at most until they are looked at again."""
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _short_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they were long ones."""
+    monkeypatch.setattr(slots, "SOON_READ", 0)
 
 
 @pytest.fixture(scope="module")
@@ -227,4 +233,4 @@ def test_caches_hold_what_there_is_memory_for(
     with pytest.raises(UserError, match="do not hold one context: cache_tokens=119, context_tok"):
         load(cache_tokens=CONTEXT_TOKENS - 1)
     with pytest.raises(UserError, match="each hold a whole context: cache_tokens=500"):
-        load(cache_tokens=500, tensor_parallel=2)
+        loading.load_target(folder, context_tokens=CONTEXT_TOKENS, cache_tokens=500)
