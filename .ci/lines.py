@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
     "chain": 29_030,
-    "deploy": 31_240,
+    "deploy": 31_250,
     "quantize": 1_400,
     "recipes": 7_700,
     "train": 8_600,
     "benchmarks": 8_590,
-    "tests": 63_770,
+    "tests": 63_775,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

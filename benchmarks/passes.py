@@ -26,10 +26,11 @@ from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows
 from polybasic.deploy import Chain
 from polybasic.deploy.runtime.graphs.round_parts import device_executor
+from polybasic.deploy.runtime.models import CONTEXT_TOKENS_BY_DEFAULT
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from polybasic.deploy.runtime.rounds.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS, Verifier
-from polybasic.deploy.runtime.slots import CONTEXT_TOKENS_BY_DEFAULT, Drafters
+from polybasic.deploy.runtime.slots import Drafters
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)
 SHAPES = ("1x4", "2x4", "5x4", "7x2", "7x4", "7x8", "10x2", "10x4")

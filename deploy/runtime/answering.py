@@ -15,10 +15,10 @@ from polybasic.deploy.runtime.batching import ActiveSequence
 from polybasic.deploy.runtime.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.runtime.engine import Engine
 from polybasic.deploy.runtime.hardware import device_named
+from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS
 from polybasic.deploy.runtime.rounds.warping import Sampling
-from polybasic.deploy.runtime.slots import Models
 
 
 class LoneTarget:
@@ -59,7 +59,7 @@ class LoneTarget:
         decoder = load_decoder(config, in_dtype, device, num_positions)
         models = Models({TARGET_NAME: decoder}, context_tokens=context_tokens)
         self._engine = Engine(models, graphs=graphs, sequences=sequences)
-        self.sequences = min(sequences, self._engine.slots.num_fitting)
+        self.sequences = min(sequences, self._engine.slots.num_fitting(share=0.5))
         self._plan = ALONE if self.sequences == 1 else ALONE.model_copy(update={"ngram": None})
         loaded = load_tokenizer(tokenizer, "target's tokenizer")
         self._backend = loaded.backend_tokenizer

@@ -160,8 +160,7 @@ class ActiveSequence:
         self._work = self._answer()
         self._stages, self._drafter, self.waiting = [], None, None
         self.has_started = False
-        self.slot.clear()
-        self.slot.give_back()
+        self.slot.drop()
         self.slot.num_reserved = 0
 
     def resume(self, result: Any) -> None:

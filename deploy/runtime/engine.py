@@ -23,6 +23,7 @@ from polybasic.deploy.runtime.graphs.device_stages import (
     RoundParts,
 )
 from polybasic.deploy.runtime.graphs.drawing import DeviceSampler, draws_on_device
+from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.remote.requests import check_remote, remote_stage
 from polybasic.deploy.runtime.request import Answer, Piece, Request, Statistics
 from polybasic.deploy.runtime.rounds.noise import Noise
@@ -43,7 +44,7 @@ from polybasic.deploy.runtime.rounds.stages import (
 )
 from polybasic.deploy.runtime.rounds.stopping import StoppedBy, cut_at_end
 from polybasic.deploy.runtime.rounds.verifier import Verifier
-from polybasic.deploy.runtime.slots import SEQUENCES_BY_DEFAULT, Drafters, Models, Slot, Slots
+from polybasic.deploy.runtime.slots import SEQUENCES_BY_DEFAULT, Drafters, Slot, Slots
 
 
 class Engine:

@@ -2,12 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_plan
@@ -28,7 +26,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES, multiplies_fast, name_of
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder, serving_dtype
-from polybasic.chain.settings import Settings, Temperature, arguments
+from polybasic.chain.settings import arguments
 from polybasic.deploy.runtime.chain import Chain, checked_plan
 from polybasic.deploy.runtime.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.runtime.drafters.expansion import MakeDrafter, MakeSharingDrafter
@@ -40,85 +38,17 @@ from polybasic.deploy.runtime.hardware import (
     release_unused,
 )
 from polybasic.deploy.runtime.memory import Kernels, Layout, Memory, state_memory
+from polybasic.deploy.runtime.models import CONTEXT_TOKENS_BY_DEFAULT, Models
+from polybasic.deploy.runtime.options import LoadOptions
 from polybasic.deploy.runtime.parallel.leader import Leader
 from polybasic.deploy.runtime.remote.keys import client_tls, identity_of, read_key
 from polybasic.deploy.runtime.remote.link import Link
 from polybasic.deploy.runtime.remote.requests import plan_over_link
 from polybasic.deploy.runtime.remote.target import Address, RemoteTarget, host_and_port
 from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS
-from polybasic.deploy.runtime.slots import (
-    CONTEXT_TOKENS_BY_DEFAULT,
-    SEQUENCES_BY_DEFAULT,
-    Models,
-)
+from polybasic.deploy.runtime.slots import SEQUENCES_BY_DEFAULT
 
-MAX_SEQUENCES = 1024
-"""That may be asked for."""
 _log = logging.getLogger(__name__)
-
-
-class LoadOptions(Settings):
-    """How a chain is loaded: the keyword arguments of `load_chain`.
-
-    Attributes:
-        device: default: cuda if there is one, else cpu.
-        dtype: "bfloat16", "float16" or "float32"; default, also "auto": as the target is stored,
-            or float32 where neither kernels nor PyTorch are fast in that.
-        context_tokens: prompt and answer together; caches are allocated for this many. Default:
-            what all members are declared for, at most 8192.
-        plan: run by this one, not by the manifest's: the one that was measured on this kind of
-            machine, or else the one that the chain was packed with.
-        temperature: that the chain's own plan is taken for, where plans were measured at several;
-            default: the checkpoint's own. An answer at another temperature runs by that one's plan.
-        share_caches: False gives every verifying member a cache of its own.
-        beyond_declared: more `context_tokens` than members are declared for are no error. What is
-            answered after as many tokens means nothing; what it costs is right.
-        graphs: on a GPU, capture CUDA graphs of passes and rounds, those of the plan at once; False
-            launches every kernel by itself, with equal outputs.
-        sequences: most answers at a time. Default: 16 on a CPU, and 1 on a GPU, where whole rounds
-            are captured for one; with more each pass is. On a CPU caches take memory as they are
-            filled, elsewhere each takes that of its whole context at once.
-        cache_tokens: that the caches of all sequences hold together, on a CPU: when there are more,
-            what is kept of answers that are over gives way, then the latest answers pause, and go
-            on with the same text. Default: a whole context for each of `sequences`, as far as
-            there is memory; where `sequences` is not given, half of what is free, of which answers
-            that are over keep one context.
-        reuses: what was read of an earlier answer's leading tokens is not read again. Default:
-            where that changes no bit.
-        target: the folder or hub id that the target is taken from, rather than from where the chain
-            says; its files are compared with the chain's digests all the same.
-        remote: HOST:PORT of a server of this chain's target (`polybasic serve-target`), whose
-            weights are then neither needed nor loaded here.
-        key_file: with the key that the server has.
-        tls_certificate: that the server shows, or that of who signed it; without one messages are
-            tagged with the key, but can be read on their way.
-        optimistic: while the remote target works, the members here go on as if it agreed.
-        tensor_parallel: processes that the verifying members are divided among, on a GPU each, or
-            on the threads of this process. Under a launcher that has started as many commands they
-            are these, else the others are started here and end with the chain.
-        say: takes a line for people about what is captured; default: the log.
-    """
-
-    model_config = ConfigDict(strict=True)
-
-    device: str | None = Field(None, description="cpu or cuda, or one GPU as in cuda:1")
-    dtype: str | None = Field(None, description="auto or a dtype's name")
-    context_tokens: int | None = Field(None, description="a number of tokens")
-    plan: Plan | None = Field(None, description="a Plan")
-    temperature: Temperature | None = Field(None, description="a temperature")
-    share_caches: bool = Field(True, description="true or false")
-    beyond_declared: bool = Field(False, description="true or false")
-    graphs: bool = Field(True, description="true or false")
-    sequences: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description="a number of answers")
-    cache_tokens: int | None = Field(None, ge=1, description="a number of tokens")
-    reuses: bool | None = Field(None, description="true or false")
-    target: str | None = Field(None, description="a folder, or a hub id org/name[@revision]")
-    remote: str | None = Field(None, description="HOST:PORT")
-    key_file: str | None = Field(None, description="the path of a file")
-    tls_certificate: str | None = Field(None, description="the path of a file")
-    optimistic: bool = Field(True, description="true or false")
-    tensor_parallel: int = Field(1, ge=1, le=64, description="a number of processes, 1 to 64")
-    say: Callable[[str], None] | None = Field(None, description="a function of a line")
 
 
 def load_chain(path: str | Path, *, digests: bool = True, **options: Any) -> Chain:

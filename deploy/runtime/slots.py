@@ -1,9 +1,7 @@
 """Caches of sequences: what a sequence takes of the memory, and what it leaves to the next one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-import torch
+from contextlib import suppress
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree, Window
@@ -11,11 +9,7 @@ from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.readable import readable_bytes
-from polybasic.deploy.runtime.drafters.expansion import (
-    ExpandingDrafter,
-    MakeDrafter,
-    MakeSharingDrafter,
-)
+from polybasic.deploy.runtime.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.runtime.drafters.head import EagleDrafter
 from polybasic.deploy.runtime.drafters.history import History
 from polybasic.deploy.runtime.drafters.interface import Drafter, IdleDrafter, NoDrafter
@@ -23,15 +17,13 @@ from polybasic.deploy.runtime.drafters.model import ModelDrafter
 from polybasic.deploy.runtime.drafters.ngram import NgramDrafter
 from polybasic.deploy.runtime.graphs.device_passes import DevicePasses
 from polybasic.deploy.runtime.hardware import available_bytes
-from polybasic.deploy.runtime.parallel.leader import Leader
+from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.remote.session import Session
-from polybasic.deploy.runtime.remote.target import RemoteTarget
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from polybasic.deploy.runtime.rounds.noise import Noise
 from polybasic.deploy.runtime.rounds.pace import PromptPace
 from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS, Verifier
 
-CONTEXT_TOKENS_BY_DEFAULT = 8192
 SEQUENCES_BY_DEFAULT = 16
 """Most at a time, on a CPU; where rounds are captured on a GPU there is one."""
 MIN_KEPT = 16
@@ -40,94 +32,6 @@ MIN_COPIED_TOKENS = 16
 """Of another sequence's caches; fewer are read again."""
 SOON_READ = 128
 """Tokens that are not worth caches of their own: a pass or two read them again."""
-
-
-@dataclass
-class Models:
-    """The loaded members of a chain.
-
-    Attributes:
-        decoders: verifying members by name, the target first.
-        drafters: heads and independent draft models, by name.
-        drafts_for: by drafter, the verifying members that it can draft for.
-        context_tokens: prompt and answer together.
-        makers: by drafter, what makes it; those that are not named are made for a head of EAGLE's
-            or for an independent model.
-        sharing_makers: likewise of drafters that share the cache of the one model that they draft
-            for.
-        remote: the target where it runs elsewhere; then it is no decoder here.
-        leader: of the processes that the verifying members are divided among; None if they are
-            whole.
-    """
-
-    decoders: dict[str, Executor]
-    drafters: dict[str, Executor] = field(default_factory=dict)
-    drafts_for: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    context_tokens: int = CONTEXT_TOKENS_BY_DEFAULT
-    makers: dict[str, MakeDrafter] = field(default_factory=dict)
-    remote: RemoteTarget | None = None
-    leader: Leader | None = None
-    sharing_makers: dict[str, MakeSharingDrafter] = field(default_factory=dict)
-
-    def cache_of(self, decoder: Executor, capacity: int) -> KeyValueCache:
-        """A new cache of a verifying member."""
-        if self.leader is not None:
-            return self.leader.new_cache(decoder, capacity)
-        return KeyValueCache.of(decoder, capacity)
-
-    @property
-    def num_parts(self) -> int:
-        """Processes that each verifying member is divided among."""
-        return 1 if self.leader is None else self.leader.num_parts
-
-    @property
-    def target(self) -> Executor:
-        """The target's executor.
-
-        Raises:
-            UserError: it runs elsewhere.
-        """
-        if self.remote is not None:
-            raise UserError(
-                "the target runs elsewhere",
-                f"{self.remote.name} at {self.remote.address}",
-                "do this where its weights are",
-            )
-        return next(iter(self.decoders.values()))
-
-    @property
-    def here(self) -> Executor | None:
-        """The largest model that runs here; None if none does."""
-        return next(iter((self.decoders | self.drafters).values()), None)
-
-    @property
-    def device(self) -> torch.device:
-        """Of all models here."""
-        return torch.device("cpu") if self.here is None else self.here.device
-
-    @property
-    def vocab_size(self) -> int:
-        """Of all members."""
-        if self.remote is not None:
-            return self.remote.vocab_size
-        return self.target.config.vocab_size
-
-    @property
-    def run_on_device(self) -> bool:
-        """Whether whole rounds can be captured."""
-        return self.remote is None and all(
-            isinstance(decoder, TorchExecutor) and decoder.runs_on_device
-            for decoder in self.decoders.values()
-        )
-
-    def close(self) -> None:
-        """End what runs elsewhere for this chain; afterwards it answers nothing."""
-        if self.leader is not None:
-            self.leader.close()
-
-    def drafters_of(self, name: str) -> list[str]:
-        """The drafters that can draft for a verifying member."""
-        return [drafter for drafter, names in self.drafts_for.items() if name in names]
 
 
 class Slot:
@@ -216,6 +120,11 @@ class Slot:
             cache.give_back()
         for drafter in self.drafters.made:
             drafter.give_back()
+
+    def drop(self) -> None:
+        """Forget all tokens, and return the memory of their rows."""
+        self.clear()
+        self.give_back()
 
     def leave(self) -> None:
         """Take no more rows; what the caches hold may be read again."""
@@ -311,20 +220,29 @@ class Slots:
             )
         # of equal ones the least recently used, an empty one first
         free.sort(key=lambda slot: (-slot.num_known(tokens), len(slot.tokens) > 0))
-        if not free or (self.cache_tokens is not None and not _continues(free[0], tokens)):
-            empty = [slot for slot in free if not slot.tokens]
-            if not empty and len(self.made) < max(self.most, MIN_KEPT):
-                try:
-                    empty = [self.make()]
-                except UserError:
-                    if not free:  # of which else one gives way
-                        raise
-            free = empty or [slot for slot in self.made if slot.is_free]
-        chosen = free[0]
+        chosen = free[0] if free else None
+        if chosen is None or (self.cache_tokens is not None and not _continues(chosen, tokens)):
+            chosen = self._another(free)
         chosen.is_free = False
         self.made.remove(chosen)
         self.made.append(chosen)
         return chosen
+
+    def _another(self, free: list[Slot]) -> Slot:
+        """An empty slot, or else the one of the free ones that was least recently used.
+
+        Raises:
+            UserError: there is neither.
+        """
+        for slot in free:
+            if not slot.tokens:
+                return slot
+        if not free:
+            return self.make()
+        if len(self.made) < max(self.most, MIN_KEPT):
+            with suppress(UserError):  # no memory: one gives way
+                return self.make()
+        return next(slot for slot in self.made if slot.is_free)
 
     def fill(self, slot: Slot, tokens: list[int], may_reuse: bool = True) -> None:
         """Keep in a slot what is known of the leading tokens, all but the last at most.
@@ -354,29 +272,28 @@ class Slots:
         hold what they may keep; whether they then hold no more than they may at all."""
         if self.cache_tokens is None or self.kept_tokens is None:
             return True
-        if self.num_rows > self.kept_tokens:
+        num_rows = self.num_rows
+        if num_rows > self.kept_tokens:
             for slot in self.made:
                 slot.give_back()
             for slot in self.made:
                 if not slot.num_reserved and self.num_rows > self.kept_tokens:
-                    slot.clear()
-                    slot.give_back()
-        return self.num_rows <= self.cache_tokens
+                    slot.drop()
+            num_rows = self.num_rows
+        return num_rows <= self.cache_tokens
 
     @property
     def num_rows(self) -> int:
         """Of the caches of all sequences that take memory, or are about to."""
         return sum(slot.num_rows for slot in self.made)
 
-    @property
-    def num_fitting(self) -> int:
-        """Those made, and as many more as half of the free memory has caches for; all of them where
-        caches take memory by need."""
-        if self.cache_tokens is not None:
-            return self.most
+    def num_fitting(self, share: float = 1.0) -> int:
+        """Sequences at a time for which there are caches: all where these take memory by need, else
+        those made, and as many more as this share of the free memory holds."""
         available, size = available_bytes(self.models.device), self.first.num_bytes
-        more = self.most if available is None or not size else available // 2 // size
-        return len(self.made) + more
+        if self.cache_tokens is not None or available is None or not size:
+            return self.most
+        return min(self.most, len(self.made) + int(available * share) // size)
 
     def make(self) -> Slot:
         """Allocate another slot.

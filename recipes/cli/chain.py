@@ -275,7 +275,8 @@ def _stated_memory(
     except UserError as error:
         note(f"memory: not stated, {error}")
         return None
-    from polybasic.deploy.runtime.load import LoadOptions, stated_memory
+    from polybasic.deploy.runtime.load import stated_memory
+    from polybasic.deploy.runtime.options import LoadOptions
 
     options = LoadOptions(dtype=dtype, context_tokens=context_tokens)
     memory, available = stated_memory(checked, options)

@@ -39,6 +39,7 @@ from polybasic.deploy.runtime.drafters.early_exit import EarlyExitDrafter
 from polybasic.deploy.runtime.drafters.interface import Drafter
 from polybasic.deploy.runtime.drafters.steering import SteeredDrafter
 from polybasic.deploy.runtime.engine import Engine
+from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.noise import Noise
 from polybasic.deploy.runtime.rounds.pace import PromptPace
@@ -55,7 +56,6 @@ from polybasic.deploy.runtime.rounds.sampling import (
 from polybasic.deploy.runtime.rounds.stages import BlockStage, Stage, TreeStage
 from polybasic.deploy.runtime.rounds.verifier import Verifier
 from polybasic.deploy.runtime.rounds.warping import truncate
-from polybasic.deploy.runtime.slots import Models
 
 VOCAB_SIZE = 6
 CPU = torch.device("cpu")

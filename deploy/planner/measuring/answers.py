@@ -94,7 +94,7 @@ def answer_prompts(
     """
     say("plan: the target answers the calibration prompts")
     num_tasks = len({task for task, _ in prompts})
-    most = max(min(ANSWERED_TOGETHER, engine.slots.most, engine.slots.num_fitting), 1)
+    most = max(min(ANSWERED_TOGETHER, engine.slots.num_fitting(share=0.5)), 1)
     groups = [prompts[first : first + most] for first in range(0, len(prompts), most)]
     what = "prompts" if most == 1 else f"groups of {most} prompts"
     target = next(iter(engine.verifiers))

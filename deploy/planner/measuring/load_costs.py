@@ -16,7 +16,6 @@ from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.planner.measuring.answers import Calibration
 from polybasic.deploy.planner.measuring.costs import RoundCosts
 from polybasic.deploy.runtime.batching import ActiveSequence
-from polybasic.deploy.runtime.hardware import available_bytes
 from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.passes import DraftPass, VerifierPass
 
@@ -39,13 +38,7 @@ class LoadTimer:
     @property
     def most_sequences(self) -> int:
         """That the engine can hold."""
-        slots, device = self._engine.slots, self._engine.models.target.device
-        if slots.cache_tokens is not None:
-            return slots.most
-        available = available_bytes(device)
-        if available is None:
-            return slots.most
-        return min(slots.most, len(slots.made) + available // slots.first.num_bytes)
+        return self._engine.slots.num_fitting()
 
     @property
     def most_context(self) -> int:

@@ -7,13 +7,13 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.chain.formats.plan import Flush, Plan
 from polybasic.deploy.runtime.drafters.interface import Drafter
+from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.remote.link import Link
 from polybasic.deploy.runtime.remote.session import Session
 from polybasic.deploy.runtime.remote.stage import Below, DraftedBlocks, RemoteStage
 from polybasic.deploy.runtime.remote.target import RemoteTarget
 from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.stages import Stage
-from polybasic.deploy.runtime.slots import Models
 
 
 def remote_stage(

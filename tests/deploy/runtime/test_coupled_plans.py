@@ -17,11 +17,11 @@ import torch
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Ngram, Plan, Tree, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.runtime.engine import Engine
+from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.request import Request, Statistics
 from polybasic.deploy.runtime.rounds import noise
 from polybasic.deploy.runtime.rounds.noise import Noise
 from polybasic.deploy.runtime.rounds.sampling import Sampling
-from polybasic.deploy.runtime.slots import Models
 from tests.deploy.noisy_chain import write_four_and_a_copy
 from tests.deploy.small_chains import Weights, small_config
 

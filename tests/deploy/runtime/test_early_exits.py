@@ -25,7 +25,8 @@ from polybasic.chain.model.early_exit import load_early_exit
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy import load_chain
 from polybasic.deploy.runtime.drafters.early_exit import EarlyExitDrafter
-from polybasic.deploy.runtime.load import LoadOptions, stated_memory
+from polybasic.deploy.runtime.load import stated_memory
+from polybasic.deploy.runtime.options import LoadOptions
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from polybasic.deploy.runtime.rounds.verifier import Verifier
 from tests.checkpoints import write_family

@@ -21,7 +21,8 @@ from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.steering import load_steering
 from polybasic.deploy import load_chain
 from polybasic.deploy.runtime.drafters.steering import SteeredDrafter
-from polybasic.deploy.runtime.load import LoadOptions, stated_memory
+from polybasic.deploy.runtime.load import stated_memory
+from polybasic.deploy.runtime.options import LoadOptions
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS, Verifier
 from tests.conftest import package_around, write_intermediate, write_target

@@ -26,11 +26,11 @@ from polybasic.deploy import load_chain
 from polybasic.deploy.runtime.drafters.head import EagleDrafter
 from polybasic.deploy.runtime.drafters.model import ModelDrafter
 from polybasic.deploy.runtime.engine import Engine
+from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 from polybasic.deploy.runtime.rounds.verifier import Verifier
-from polybasic.deploy.runtime.slots import Models
 from tests.deploy.small_chains import CPU, VOCAB_SIZE, Weights, small_config
 
 CAPACITY = 200

@@ -10,10 +10,10 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.deploy.runtime.engine import Engine
 from polybasic.deploy.runtime.graphs.device_stages import DeviceBlockStage, DeviceTreeStage
 from polybasic.deploy.runtime.graphs.drawing import DeviceNoise
+from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 from polybasic.deploy.runtime.rounds.stages import HostStage, Stage
-from polybasic.deploy.runtime.slots import Models
 from tests.deploy.recorded_graphs import RecordedGraphs
 from tests.deploy.small_chains import VOCAB_SIZE, Weights, small_config
 

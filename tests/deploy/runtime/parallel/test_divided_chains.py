@@ -19,8 +19,9 @@ from polybasic.chain.formats.verify import CheckedChain, check_chain
 from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy import Chain, load_chain
-from polybasic.deploy.runtime.load import LoadOptions, stated_memory
+from polybasic.deploy.runtime.load import stated_memory
 from polybasic.deploy.runtime.memory import Memory
+from polybasic.deploy.runtime.options import LoadOptions
 from polybasic.deploy.runtime.parallel import follower, leader, processes
 from polybasic.deploy.runtime.parallel.leader import Leader
 from polybasic.deploy.runtime.parallel.runner import received_rows, sent_rows
