@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 29_030,
-    "deploy": 31_250,
+    "chain": 29_090,
+    "deploy": 31_805,
     "quantize": 1_400,
-    "recipes": 7_700,
+    "recipes": 7_905,
     "train": 8_600,
     "benchmarks": 8_590,
-    "tests": 63_775,
+    "tests": 64_455,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

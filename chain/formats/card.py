@@ -173,7 +173,17 @@ def shown_plan(plan: Plan, verifying: Sequence[str]) -> str:
         parts.append(f"tree of {shown_tree(plan.tree)}")
     if flush := shown_flush(plan, verifying):
         parts.append(f"verification: {flush}")
-    return "; ".join([*parts, f"rule: {plan.rule}"])
+    return "; ".join([*parts, shown_rule(plan)])
+
+
+def shown_rule(plan: Plan) -> str:
+    """How a plan's tokens are drawn and kept, for people."""
+    if plan.lossy is None:
+        return f"rule: {plan.rule}"
+    return (
+        f"lossy: falls back under {plan.lossy.fallback_threshold:g}, takes back over "
+        f"{plan.lossy.rollback_threshold:g}"
+    )
 
 
 def shown_tree(tree: Tree) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS, Kind
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
-from polybasic.chain.formats.plan import MeasuredPlan, Name, Plan, PlansByTemperature
+from polybasic.chain.formats.plan import LosslessPlan, MeasuredPlan, Name, Plan, PlansByTemperature
 from polybasic.chain.settings import Settings
 
 SCHEMA = "polybasic.chain/3"
@@ -135,7 +135,7 @@ class Manifest(Settings):
 
     members: tuple[Member, ...] = Field(min_length=1, description="from the target down")
     tokenizer: TokenizerFiles
-    plan: Plan = Field(description="runs where `plans` has none for the machine")
+    plan: LosslessPlan = Field(description="runs where `plans` has none for the machine")
     plans: tuple[MeasuredPlan, ...] = Field(default=(), description="one for each machine and link")
     provenance: Provenance
     quality: dict[Name, dict[str, Any]] = Field(
@@ -251,6 +251,11 @@ def check_plan(plan: Plan, members: Sequence[Member]) -> None:
     for name in plan.flush:
         if name not in by_name or by_name[name].role == "drafter":
             raise ValueError(f"plan.flush names {name}, which verifies nothing")
+    if plan.lossy is not None and len(verifying) != 2:
+        raise ValueError(
+            f"plan.lossy needs the target and one member that proposes blocks, not "
+            f"{', '.join(verifying)}"
+        )
     for name in plan.windows:
         if name not in by_name:
             raise ValueError(f"plan.windows names {name}, which is no member")

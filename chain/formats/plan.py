@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from polybasic.chain.settings import Count, Factor, Settings, Share, Temperature, Whole
+from polybasic.chain.settings import Count, Factor, Settings, Share, Temperature, Weight, Whole
 
 Rule = Literal["coupled", "block", "token"]
 RuleSetting = Literal["auto", "coupled", "block", "token"]
@@ -97,6 +97,22 @@ class Window(Settings):
     tokens: Count = Field(description="latest tokens that a token sees, itself included")
 
 
+class BigLittle(Settings):
+    """Keeps what is near enough to the target's own token, which is not lossless.
+
+    Big Little Decoder (Kim et al., 2023): see `polybasic.deploy.runtime.rounds.tolerance`.
+    """
+
+    fallback_threshold: Share = Field(
+        description="probability of a token, by the member that proposes it, under which the "
+        "target draws it"
+    )
+    rollback_threshold: Weight = Field(
+        description="-log p of a token, by the target, beyond which it is taken back; with 0 only "
+        "the target's own are kept"
+    )
+
+
 class Plan(Settings):
     """Which members run and how."""
 
@@ -118,19 +134,43 @@ class Plan(Settings):
         description="how sampled tokens are drawn and verified: with noise that all members share, "
         "so that a seed means a text; or independently, by block or token verification",
     )
+    lossy: BigLittle | None = Field(
+        default=None, description="what is kept beside the target's own tokens; None: nothing"
+    )
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether answers follow the target's distribution."""
+        return self.lossy is None
+
+    @model_validator(mode="after")
+    def _one_rule_ends_a_block(self) -> "Plan":
+        if self.lossy is not None and any(flush.adaptive for flush in self.flush.values()):
+            raise ValueError("a lossy plan's blocks end by fallback_threshold, not by adaptive")
+        return self
+
+
+def _lossless(plan: Plan) -> Plan:
+    if not plan.is_lossless:
+        raise ValueError("a chain carries lossless plans; give this one to --plan")
+    return plan
+
+
+LosslessPlan = Annotated[Plan, AfterValidator(_lossless)]
+"""As a chain carries them: what is lossy is asked for, each time."""
 
 
 class PredictedPlan(Settings):
     """A plan and what it is expected to cost."""
 
-    plan: Plan
+    plan: LosslessPlan
     seconds_per_token: Factor = Field(description="decode only")
 
 
 class _RepeatablePlan(Settings):
     """A plan for some of the time, by which the text of a seed is what it is by the others."""
 
-    plan: Plan
+    plan: LosslessPlan
 
     @model_validator(mode="after")
     def _a_text_depends_on_the_seed_alone(self) -> Self:

@@ -108,6 +108,23 @@ def ratio(
     )
 
 
+def share(parts: Sequence[Sequence[tuple[int, int]]], prompts: Sequence[PromptReport]) -> Ratio:
+    """Of all tokens, those that count.
+
+    Args:
+        parts: [repeat][prompt]: tokens that count, and all.
+        prompts: in the order of the answers.
+    """
+    questions = Questions.of(prompts, range(len(prompts)))
+    totals = np.zeros((len(questions.tasks), 2))
+    for repeat in parts:
+        for place, numbers in enumerate(repeat):
+            totals[questions.rows[place]] += numbers
+    found = estimate(totals, (1, -1), questions.tasks)
+    low, high = found.bounds
+    return Ratio(value=found.value, low=low, high=min(high, 1.0))
+
+
 def lengths(
     gained: Sequence[Sequence[Sequence[int]]],
     prompts: Sequence[PromptReport],

@@ -75,6 +75,7 @@ def insertions(
     by_members = {
         (system.plan.members, system.plan.ngram is not None): system
         for system in reversed(bench.systems.own)
+        if system.plan.is_lossless
     }
     inserted = []
     for (members, copies), within in by_members.items():

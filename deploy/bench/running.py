@@ -12,6 +12,7 @@ from typing import Any
 
 from polybasic.chain.formats.card import record_results
 from polybasic.chain.formats.files import write_json
+from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.chain.processes.interruption import Interrupted
 from polybasic.chain.progress import ProgressReport, tracked, waiting
@@ -60,6 +61,7 @@ def bench_chain(
     command: str = "",
     prompts_named: str = "",
     target: str | None = None,
+    lossy: Plan | None = None,
 ) -> Report:
     """Run the systems of `settings` in turns and write report.json, report.md and report.html.
 
@@ -78,6 +80,7 @@ def bench_chain(
         command: that asked for it, for the report.
         prompts_named: what people call these prompts.
         target: as `load_chain`.
+        lossy: a plan that runs beside the systems, as system `lossy`.
 
     Raises:
         UserError: the chain cannot be loaded, prompts that are malformed or all too long, systems
@@ -96,7 +99,7 @@ def bench_chain(
     chain = load_chain(folder, **options, target=target, temperature=settings.temperature, say=say)
     loaded = usage(device)
     settings = settings.model_copy(update={"dtype": name_of(chain.engine.models.target.dtype)})
-    own = own_systems(chain, settings)
+    own = own_systems(chain, settings, lossy)
     prompts, num_too_long = asked_prompts(chain, questions, settings)
     say("bench: every system answers once before the answers that count")
     began = time.monotonic()

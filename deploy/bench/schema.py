@@ -183,6 +183,21 @@ class Agreement(_Part):
         return self.answers - self.identical - self.near_ties
 
 
+class Loss(_Part):
+    """What a lossy plan gives up, and gains, beside lossless ones.
+
+    Attributes:
+        quality: share of its tokens that are the target's own, given all before them.
+        answers: of these `identical` are the target's.
+        over_plan: its rate over that of the chain's plan; None where that did not run.
+    """
+
+    quality: Ratio
+    answers: int
+    identical: int
+    over_plan: Ratio | None = None
+
+
 class LawCheck(_Part):
     """Whether sampled tokens have the target's distribution.
 
@@ -218,6 +233,7 @@ class SystemReport(_Part):
         prefill_seconds: in all answers of one repeat.
         agreement: with the target's answers; None where it is not to be expected.
         law: of samples; None of greedy answers.
+        loss: of a lossy plan; None of all others.
         notes: what a reader must know, a sentence each.
     """
 
@@ -237,6 +253,7 @@ class SystemReport(_Part):
     prefill_seconds: float | None = None
     agreement: Agreement | None = None
     law: LawCheck | None = None
+    loss: Loss | None = None
     notes: list[str] = []
 
 

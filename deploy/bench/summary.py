@@ -17,6 +17,7 @@ from polybasic.deploy.bench.exactness.law import check_law
 from polybasic.deploy.bench.exactness.outputs import Comparer
 from polybasic.deploy.bench.exactness.rereading import read_patterns_of
 from polybasic.deploy.bench.exactness.rounding import NUM_POSITIONS, Rounding, measure_rounding
+from polybasic.deploy.bench.intervals import ratio, share
 from polybasic.deploy.bench.member_costs import insertions, member_costs
 from polybasic.deploy.bench.members import adaptations, draft_vocabularies
 from polybasic.deploy.bench.noise import noise_of
@@ -25,6 +26,7 @@ from polybasic.deploy.bench.schema import (
     Agreement,
     Answers,
     LawCheck,
+    Loss,
     Report,
     SystemReport,
     Totals,
@@ -116,6 +118,7 @@ def results_of(report: Report) -> dict[str, Any]:
                 and system.totals.accepted_length.mean,
             }
             for name, system in report.systems.items()
+            if system.loss is None
         },
     }
 
@@ -164,6 +167,7 @@ def _system(
             "measured_seconds_per_token": decoding / num_later if num_later else None,
             "members": member_costs(bench, system),
             "prefill_seconds": prefill / bench.num_repeats,
+            "loss": None if system.plan.is_lossless else _loss(bench, system, answers),
         }
     )
 
@@ -196,7 +200,10 @@ def _left_out(differing: Sequence[str]) -> list[str]:
 
 
 def _is_comparable(bench: Bench, system: System) -> bool:
-    """Whether its answers are to be the target's: not where it draws by numbers of its own."""
+    """Whether its answers are to be the target's: not where it draws by numbers of its own, nor by
+    a lossy plan."""
+    if isinstance(system, ChainSystem) and not system.plan.is_lossless:
+        return False
     is_coupled = isinstance(system, ChainSystem) and system.plan.rule == "coupled"
     return bench.settings.temperature == 0 or is_coupled
 
@@ -231,6 +238,26 @@ def _agreement(bench: Bench, system: System, rounding: Rounding | None) -> Agree
             sampler = engine.repeatable_sampler(prompt, bench.sampling(repeat, place))
             comparer.count(sampler, prompt, wanted.answer.token_ids, given.answer.token_ids)
     return comparer.agreement()
+
+
+def _loss(bench: Bench, system: System, answers: Mapping[str, Answers]) -> Loss:
+    found, expected = bench.of(system), bench.of(bench.target)
+    pairs = [
+        (taken.answer.token_ids, own.answer.token_ids)
+        for repeat, owns in zip(found, expected, strict=True)
+        for taken, own in zip(repeat, owns, strict=True)
+    ]
+    kept = [
+        [(costs.num_tokens - (costs.num_tolerated or 0), costs.num_tokens) for costs in repeat]
+        for repeat in ([statistics_of(taken) for taken in repeat] for repeat in found)
+    ]
+    plans = answers.get("polybasic")
+    return Loss(
+        quality=share(kept, bench.described),
+        answers=len(pairs),
+        identical=sum(ours == own for ours, own in pairs),
+        over_plan=plans and ratio(answers[system.name], plans, bench.described),
+    )
 
 
 def _law(bench: Bench, system: System) -> LawCheck | None:

@@ -130,7 +130,7 @@ def plan_loaded(
     budget.max_seconds *= 1 - for_loads - (CONTEXTS_SHARE if contexts else 0.0)
     calibration = answer_prompts(
         chain.engine,
-        _prompts(chain, settings),
+        first_turns(chain, settings),
         chain.stop_tokens,
         settings.max_new_tokens,
         Sampling(settings.temperature, seed=settings.seed),
@@ -191,7 +191,7 @@ def _is_repeatable(settings: PlanSettings) -> bool:
     return settings.temperature == 0 or settings.packed_rule == "coupled"
 
 
-def _prompts(chain: Chain, settings: PlanSettings) -> list[tuple[str, list[int]]]:
+def first_turns(chain: Chain, settings: PlanSettings) -> list[tuple[str, list[int]]]:
     """First turns that leave room for an answer: one of each task, the next one of each, ..."""
 
     def first_turn(question: Question) -> list[int]:

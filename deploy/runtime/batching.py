@@ -244,6 +244,8 @@ class ActiveSequence:
 
     def _cost(self, stopped_by: StoppedBy | None) -> Statistics:
         costs, request = self._costs_now(is_timed=stopped_by is not None), self.request
+        # a stop string may end the answer amid what a round has kept
+        num_tolerated = min(costs.num_tolerated, len(self._answered))
         seconds = time.perf_counter() - self._begin
         return Statistics(
             num_prompt_tokens=len(request.token_ids),
@@ -258,6 +260,7 @@ class ActiveSequence:
             num_cached_tokens=self.num_cached_tokens,
             num_first=self._num_first,
             num_pauses=self.num_pauses,
+            num_tolerated=None if request.plan.is_lossless else num_tolerated,
             proposals=costs.proposals,
         )
 
@@ -324,6 +327,7 @@ class _Costs:
     seconds: dict[str, float] = field(default_factory=dict)
     accepted_lengths: dict[str, list[int]] = field(default_factory=dict)
     proposals: dict[str, Proposals] = field(default_factory=dict)
+    num_tolerated: int = 0
 
     def add_passes(self, clocks: dict[str, PassClock]) -> None:
         for name, clock in clocks.items():
@@ -333,6 +337,7 @@ class _Costs:
         for name, clock in timed.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + clock.seconds
         for stage in stages:
+            self.num_tolerated += stage.num_tolerated
             self.accepted_lengths.setdefault(stage.verifier.name, []).extend(stage.accepted_lengths)
             for name, counts in stage.proposals.items():
                 self.proposals.setdefault(name, Proposals()).add(counts)

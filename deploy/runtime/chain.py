@@ -195,7 +195,7 @@ class Chain:
         return self.plan if measured in (None, self.measured_plan) else measured.plan
 
     def plan_of(self, members: Sequence[str], temperature: float | None = None) -> Plan:
-        """The best known plan in which exactly these members run, hence without n-grams.
+        """The best known plan in which exactly these members run, hence without n-grams; lossless.
 
         It was measured on this machine or packed with them, or else is the chain's plan with
         other members. Whether they can run is checked with each request.
@@ -213,9 +213,9 @@ class Chain:
         chosen_here.sort(key=lambda plan: plan.ngram is not None)
         for plan in (*chosen_here, self.manifest.plan):
             if plan.members == chosen:
-                return plan.model_copy(update={"ngram": None})
+                return plan.model_copy(update={"ngram": None, "lossy": None})
         flush = {**self.manifest.plan.flush, **own.flush}
-        update = {"members": chosen, "flush": flush, "ngram": None}
+        update = {"members": chosen, "flush": flush, "ngram": None, "lossy": None}
         return own.model_copy(update=update)
 
     def predicted_seconds_per_token(self, plan: Plan) -> float | None:
@@ -393,6 +393,7 @@ class Chain:
     ) -> Request:
         sampling.check_vocabulary(self.engine.models.vocab_size)
         plan = checked_plan(plan, self.manifest)
+        check_draws(plan, sampling)
         if text is not None:
             # A special token has no text in which a stop string could be found.
             added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
@@ -403,6 +404,25 @@ class Chain:
 def _with_others(measured: MeasuredPlan | None) -> list[PredictedPlan]:
     """A plan with those of other members beside it."""
     return [measured, *measured.others] if measured is not None else []
+
+
+def check_draws(plan: Plan, sampling: Sampling) -> None:
+    """Check that a plan keeps what the draws promise: a law, or with a seed a text.
+
+    Raises:
+        UserError: it is lossy.
+    """
+    if plan.is_lossless:
+        return
+    if not sampling.is_greedy:
+        where = f"temperature={sampling.temperature:g}"
+        raise UserError("a lossy plan does not draw", where, "use temperature 0")
+    if sampling.seed is not None:
+        raise UserError(
+            "a seed promises the target's text, which a lossy plan does not keep",
+            f"seed={sampling.seed}",
+            "leave it out",
+        )
 
 
 def checked_plan(plan: Plan, manifest: Manifest) -> Plan:

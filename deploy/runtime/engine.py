@@ -43,6 +43,7 @@ from polybasic.deploy.runtime.rounds.stages import (
     TreeStage,
 )
 from polybasic.deploy.runtime.rounds.stopping import StoppedBy, cut_at_end
+from polybasic.deploy.runtime.rounds.tolerance import TolerantBlockStage, TolerantSampler
 from polybasic.deploy.runtime.rounds.verifier import Verifier
 from polybasic.deploy.runtime.slots import SEQUENCES_BY_DEFAULT, Drafters, Slot, Slots
 
@@ -137,9 +138,8 @@ class Engine:
             request: its plan is one that these members can run.
 
         Raises:
-            UserError: an empty prompt, one that does not fit the context with its new tokens, or a
-                token id outside of the vocabulary; with the first tokens, no room for another
-                sequence; with any tokens, a model that computes NaN.
+            UserError: as `check`; with the first tokens, no room for another sequence; with any
+                tokens, a model that computes NaN.
         """
         self.check(request)
         return Answer(self._tokens_of(request))
@@ -287,11 +287,15 @@ class Engine:
         of_block: type[BaseBlockStage] = BlockStage
         sampler: Joiner
         parts: tuple[RoundParts, ...] = ()
-        if self._parts is not None and self._stays_on_device(request):
+        num_prompt_tokens = len(request.token_ids)
+        if plan.lossy is not None:
+            of_block, constraint = TolerantBlockStage, request.constraint
+            sampler = TolerantSampler(request.sampling, num_prompt_tokens, plan.lossy, constraint)
+        elif self._parts is not None and self._stays_on_device(request):
             of_tree, of_block, parts = DeviceTreeStage, DeviceBlockStage, (self._parts,)
             sampler = self._device_sampler(self._parts, request, noise)
         else:
-            device, num_prompt_tokens = self.models.device, len(request.token_ids)
+            device = self.models.device
             sampler = make_sampler(
                 request.sampling, device, num_prompt_tokens, plan.rule, noise, request.constraint
             )

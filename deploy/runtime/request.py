@@ -69,6 +69,8 @@ class Statistics:
         proposals: by member, what it proposed to the verifier above it.
         num_first: new tokens that came with the prompt's last pass, 1 at most.
         num_pauses: times that the caches were given up to others, and filled again.
+        num_tolerated: new tokens that are not the target's own, which a lossy plan has kept; None
+            where the plan is lossless.
     """
 
     num_prompt_tokens: int
@@ -84,6 +86,12 @@ class Statistics:
     proposals: dict[str, Proposals] = field(default_factory=dict)
     num_first: int = 0
     num_pauses: int = 0
+    num_tolerated: int | None = None
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the answer follows the target's distribution."""
+        return self.num_tolerated is None
 
     @property
     def num_later(self) -> int:

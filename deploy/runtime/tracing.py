@@ -11,6 +11,7 @@ from polybasic.deploy.runtime.engine import Engine, rounds_of
 from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.passes import Passes
 from polybasic.deploy.runtime.rounds.stages import Block, BlockStage, Kept, Round, Stage, TreeStage
+from polybasic.deploy.runtime.rounds.tolerance import TolerantBlockStage
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,11 @@ def traced(engine: Engine, request: Request) -> Iterator[tuple[list[int], list[T
     log: list[TracedRound] = []
 
     def make(kind: type[Stage], *given: Any) -> Stage:
-        of_kind = {TreeStage: _TracedTreeStage, BlockStage: _TracedBlockStage}[kind]
+        of_kind = {
+            TreeStage: _TracedTreeStage,
+            BlockStage: _TracedBlockStage,
+            TolerantBlockStage: _TracedTolerantStage,
+        }[kind]
         stage: Stage = of_kind(*given)
         stage.log = log  # type: ignore[attr-defined]
         return stage
@@ -159,6 +164,10 @@ class _TracedBlockStage(BlockStage):
         kept = yield from super()._verify(unread, block)
         self._block, self._num_kept = block, kept.num_tokens
         return kept
+
+
+class _TracedTolerantStage(_TracedBlockStage, TolerantBlockStage):
+    """The same of a lossy plan."""
 
 
 def _kept(places: list[int], proposed: list[int], gained: list[int]) -> list[int]:

@@ -76,6 +76,10 @@ class Metrics:
         self._pauses = self._counter(
             "num_preemptions", "Times that an answer gave its caches up to others."
         )
+        self._lossy = self._counter("lossy_answers", "Answers by a plan that is not lossless.")
+        self._tolerated = self._counter(
+            "tolerated_tokens", "Tokens of lossy answers that are not the target's own."
+        )
         self._passes = self._counter_of("forward_passes", "Passes after the prompt.", "member")
         self._drafts = self._counter_of(
             "spec_decode_num_drafts", "Proposals that were verified, by who proposed.", "member"
@@ -115,6 +119,9 @@ class Metrics:
         self.prefix_queries.inc(statistics.num_prompt_tokens)
         self.prefix_hits.inc(statistics.num_cached_tokens)
         self._pauses.inc(statistics.num_pauses)
+        if statistics.num_tolerated is not None:
+            self._lossy.inc()
+            self._tolerated.inc(statistics.num_tolerated)
         for member, num in statistics.forward_passes.items():
             self._passes.labels(name, member).inc(num)
         for member, proposals in statistics.proposals.items():

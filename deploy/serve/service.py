@@ -10,7 +10,7 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.chat_templates import token_ids_of
-from polybasic.deploy.runtime.chain import Chain, checked_plan
+from polybasic.deploy.runtime.chain import Chain, check_draws, checked_plan
 from polybasic.deploy.runtime.drafters.history import History
 from polybasic.deploy.runtime.grammar import Grammar
 from polybasic.deploy.runtime.rounds.stopping import AnswerText
@@ -156,6 +156,7 @@ class Service:
     def models(self) -> list[dict[str, Any]]:
         """What /v1/models lists."""
         members = [member.name for member in self.chain.manifest.members]
+        plan = self.chain.plan
         return [
             {
                 "id": name,
@@ -165,7 +166,11 @@ class Service:
                 "root": self.settings.model_names[0],
                 "parent": None,
                 "max_model_len": self.context_tokens,
-                "polybasic": {"members": members, "plan": list(self.chain.plan.members)},
+                "polybasic": {
+                    "members": members,
+                    "plan": list(plan.members),
+                    "lossless": plan.is_lossless,
+                },
             }
             for name in self.settings.model_names
         ]
@@ -341,8 +346,10 @@ class Service:
             sampling = self.chain.sampling(**asked.sampling)
             sampling.check_vocabulary(self._vocab_size)
             AnswerText(self.tokenizer, asked.stops)
-            if run is not None:
-                checked_plan(self.chain.plan_of(run), self.chain.manifest)
+            plan = self.chain.plan
+            if run is not None and run != plan.members:
+                plan = checked_plan(self.chain.plan_of(run), self.chain.manifest)
+            check_draws(plan, sampling)
         except UserError as error:
             named = re.match(r"\w+", error.where)
             param = "polybasic.run" if error.what == "plan cannot run" else named and named[0]
@@ -354,8 +361,11 @@ class Service:
                 wants_prompt = top if top is not None or asked.max_tokens else 0
         else:
             top = asked.top
+        seed = asked.seed
+        if seed is None and plan.is_lossless:
+            seed = secrets.randbits(_SEED_BITS)
         return asked.sampling | {
-            "seed": asked.seed if asked.seed is not None else secrets.randbits(_SEED_BITS),
+            "seed": seed,
             "rule": "coupled",
             "stop": asked.stops,
             "stop_token_ids": stop_token_ids,

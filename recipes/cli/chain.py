@@ -13,6 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.readable import counted
 from polybasic.chain.terminal import as_it_is, say
 from polybasic.recipes.cli.shared.asked import AnswerFile, check_sources, grammar_asked, one_prompt
+from polybasic.recipes.cli.shared.lossy import PlanFileOption, plan_in
 from polybasic.recipes.cli.shared.options import (
     ChoiceOption,
     ContextOption,
@@ -102,6 +103,7 @@ def generate(
     choice: ChoiceOption = None,
     grammar: GrammarOption = None,
     members: MembersOption = None,
+    plan: PlanFileOption = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -164,13 +166,16 @@ def generate(
         "members": members.split(",") if members is not None else None,
         "rule": rule,
     }
+    run_by = plan_in(plan)
     matched = grammar_asked(json_schema, regex, choice or [], grammar)
     answers, question = None, None
     if prompts is not None and out is not None:
         shown = {"--json": as_json, "--no-stream": no_stream, "--verify": verify}
         if named := [name for name, is_given in shown.items() if is_given]:
             raise UserError("of a single answer", named[0], "leave it out beside --prompts")
-        held_to = {} if matched is None else {"grammar": matched.text}
+        held_to: dict[str, Any] = {} if matched is None else {"grammar": matched.text}
+        if run_by is not None:
+            held_to["plan"] = run_by.model_dump(mode="json")
         answers = AnswerFile(prompts, out, {"chain": chain, **options, **held_to})
     else:
         question = one_prompt(prompt, file)
@@ -183,6 +188,7 @@ def generate(
         tensor_parallel=tensor_parallel,
         target=target,
         say=note,
+        plan=run_by,
         **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
     note_bare(loaded, reference)
@@ -318,12 +324,15 @@ def _as_json(answer: "Generation") -> dict[str, Any]:
 
 def statistics_line(statistics: "Statistics") -> str:
     passes = ", ".join(f"{name} {num}" for name, num in statistics.forward_passes.items())
-    seed = "" if statistics.seed is None else f"; seed {statistics.seed}"
+    last = "" if statistics.seed is None else f"; seed {statistics.seed}"
+    if statistics.num_tolerated is not None:
+        strange = counted(statistics.num_tolerated, "token")
+        last = f"; lossy: {strange} not the target's own"
     return (
         f"{counted(statistics.num_tokens, 'token')} in {statistics.seconds:.2f} s "
         f"({statistics.tokens_per_second:.1f} tokens/s), "
         f"{statistics.mean_accepted_length:.2f} tokens per target pass; "
-        f"forward passes: {passes}{seed}"
+        f"forward passes: {passes}{last}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.places import command_without_places
 from polybasic.chain.processes.interruption import Interrupted
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
+from polybasic.recipes.cli.shared.lossy import QualityOption, check_lossy, lossy_in
 from polybasic.recipes.cli.shared.options import (
     KeyFileOption,
     NoGraphsOption,
@@ -27,7 +29,7 @@ from polybasic.recipes.cli.shared.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from polybasic.deploy.planner.run import Planning
     from polybasic.deploy.planner.settings import BenchSettings, PlanSettings
@@ -76,7 +78,14 @@ def plan(
         typer.Option(help="Of measuring; what does not fit is left out.  [default: 120]"),
     ] = None,
     temperature: TemperatureOption = None,
-    rule: RuleOption = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How tokens are drawn: coupled, block, token or auto; bild is lossy, see "
+            "--quality.  [default: that of the chain's recipe, else auto]"
+        ),
+    ] = None,
+    quality: QualityOption = None,
     link: Annotated[
         str | None,
         typer.Option(
@@ -109,6 +118,15 @@ def plan(
     from polybasic.deploy.planner.settings import PlanSettings
     from polybasic.recipes.schema.loading import validated
 
+    lossy = check_lossy(
+        rule,
+        quality,
+        out,
+        link=link,
+        remote=remote,
+        no_write=no_write,
+        measurements=measurements,
+    )
     if options := remote_options(remote, key_file, tls_certificate, no_optimism):
         if link is not None:
             raise UserError("two links", f"--link {link} --remote {remote}", "name one of them")
@@ -122,7 +140,7 @@ def plan(
         "max_new_tokens": max_new_tokens,
         "max_seconds": max_seconds,
         "temperature": temperature,
-        "rule": rule,
+        "rule": rule if lossy is None else None,
         "link": link,
         "optimistic": False if no_optimism else None,
         "dtype": dtype,
@@ -133,6 +151,8 @@ def plan(
     validated(PlanSettings, given, {}, "on the command line")
     folder = resolve_chain(with_small(chain, small))
     settings = _settings(PlanSettings, folder, given)
+    if lossy is not None:
+        return _plan_lossy(folder, settings, target, *lossy, as_json)
     records = out is None and not no_write
     planning = _plan(folder, settings, target, records=records)
     if out is not None:
@@ -187,6 +207,12 @@ def bench(
         bool,
         typer.Option("--plan-here", help="Plan on a third of the prompts, measure on the others."),
     ] = False,
+    lossy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Run this plan, too, as of polybasic plan --rule bild --out FILE."
+        ),
+    ] = None,
     no_plan: Annotated[
         bool,
         typer.Option(
@@ -231,7 +257,7 @@ def bench(
     }
     given = {key: value for key, value in given.items() if value is not None}
     validated(BenchSettings, given, {}, "on the command line")
-    folder = resolve_chain(with_small(chain, small))
+    folder, run_beside = resolve_chain(with_small(chain, small)), lossy_in(lossy)
     settings = _settings(BenchSettings, folder, given)
     from polybasic.deploy.runtime.load import serving_conditions
 
@@ -248,7 +274,8 @@ def bench(
     place = out or report_place(folder, settings, source.shown, hardware)
     command = command_without_places(["polybasic", *sys.argv[1:]])
     beside = None if place == folder / "report" else place
-    report = bench_chain(folder, settings, note, beside, command, source.shown, target)
+    shown = source.shown
+    report = bench_chain(folder, settings, note, beside, command, shown, target, run_beside)
     if as_json:
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
@@ -330,14 +357,46 @@ def _plan(
     records: bool = True,
 ) -> "Planning":
     from polybasic.deploy.planner.run import plan_chain
+
+    with _planned_on(folder, settings, records) as (given, shown):
+        return plan_chain(folder, given, note, named or shown, target, records)
+
+
+def _plan_lossy(
+    folder: Path,
+    settings: "PlanSettings",
+    target: str | None,
+    quality: float,
+    out: Path,
+    as_json: bool,
+) -> None:
+    from polybasic.chain.console import Console
+    from polybasic.chain.formats.files import write_json
+    from polybasic.recipes.cli.shared.lossy import print_tuning, tuned
+
+    with _planned_on(folder, settings, records=False) as (given, shown):
+        note(f"plan: prompts are {shown}")
+        tuning = tuned(folder, given, quality, target, note)
+    write_json(out, tuning.plan.model_dump(mode="json"))
+    if as_json:
+        typer.echo(json.dumps(tuning.to_json(), ensure_ascii=False))
+    else:
+        print_tuning(tuning, quality, Console())
+    note(f"wrote {out}; next: polybasic generate {folder} --plan {out}")
+
+
+@contextmanager
+def _planned_on(
+    folder: Path, settings: "PlanSettings", records: bool
+) -> "Iterator[tuple[PlanSettings, str]]":
+    """Settings with a file of prompts, and what people call these."""
     from polybasic.recipes.pipeline.prompts import PLAN_PROMPTS_NAME, plan_prompts, with_prompts
 
     with TemporaryDirectory() as elsewhere:
         into = None if records else Path(elsewhere)
         source, path = _written(plan_prompts, settings, folder, PLAN_PROMPTS_NAME, into)
-        settings = with_prompts(settings, source, path)
         try:
-            return plan_chain(folder, settings, note, named or source.shown, target, records)
+            yield with_prompts(settings, source, path), source.shown
         except Interrupted as interrupted:
             lost = "the plan was not finished, and nothing of it is kept; run the command again"
             raise Interrupted(interrupted.signal_number, lost) from None

@@ -10,6 +10,7 @@ import typer
 
 from polybasic.chain.errors import UserError
 from polybasic.recipes.cli.chain import ChainArgument, note, note_bare
+from polybasic.recipes.cli.shared.lossy import PlanFileOption, plan_in
 from polybasic.recipes.cli.shared.options import (
     DeviceOption,
     DtypeOption,
@@ -75,10 +76,7 @@ def serve(
     ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(help="JSON file with the plan to run by.  [default: the one measured here]"),
-    ] = None,
+    plan: PlanFileOption = None,
     max_queue: Annotated[
         int, typer.Option(min=0, help="Answers that may wait; beyond it requests get a 503.")
     ] = 256,
@@ -164,7 +162,9 @@ def serve(
     options |= {"device": device, "target": target}
     options |= remote_options(remote, key_file, tls_certificate, no_optimism)
     options["tensor_parallel"] = tensor_parallel
-    loaded = load_chain(with_small(chain, small), graphs=not no_graphs, plan=_plan(plan), **options)
+    loaded = load_chain(
+        with_small(chain, small), graphs=not no_graphs, plan=plan_in(plan), **options
+    )
     note_bare(loaded, chain)
     if not served_model_name:
         settings = settings.model_copy(update={"model_names": (_name(loaded),)})
@@ -199,16 +199,6 @@ def _keys(given: list[str], path: Path | None) -> list[str]:
     return keys
 
 
-def _plan(path: Path | None) -> Any:
-    if path is None:
-        return None
-    from polybasic.chain.formats.files import read_json
-    from polybasic.chain.formats.plan import Plan
-    from polybasic.recipes.schema.loading import validated
-
-    return validated(Plan, read_json(path, "plan"), {}, str(path))
-
-
 def _check_installed() -> None:
     try:
         import fastapi  # noqa: F401
@@ -229,6 +219,10 @@ def _name(chain: "Chain") -> str:
 
 def _plans(chain: "Chain") -> str:
     """Members by load, the target first."""
+    from polybasic.chain.formats.card import shown_rule
+
+    if not chain.plan.is_lossless:
+        return f"{' <- '.join(chain.plan.members)}; {shown_rule(chain.plan)}"
     measured = chain.measured_plan
     if measured is None or not measured.by_load:
         return " <- ".join(chain.plan.members)

@@ -9,6 +9,7 @@ from polybasic.deploy.bench.report.parts import (
     NOT_KNOWN,
     shown_milliseconds,
     shown_number,
+    shown_ratio,
     shown_share,
 )
 from polybasic.deploy.bench.schema import Report
@@ -52,6 +53,29 @@ def exactness_table(report: Report) -> Table | None:
     )
     title = "Answers beside the target's, token for token"
     return Table(title, [*header, "tolerance", "in common"], rows, notes, is_detail=True)
+
+
+def loss_table(report: Report) -> Table | None:
+    """What lossy plans gain and lose; None where none ran."""
+    rows = [
+        [
+            name,
+            shown_ratio(loss.over_plan),
+            f"{shown_share(loss.quality.value)} "
+            f"({shown_share(loss.quality.low)}–{shown_share(loss.quality.high)})",
+            f"{loss.identical}/{loss.answers}",
+        ]
+        for name, system in report.systems.items()
+        if (loss := system.loss) is not None
+    ]
+    if not rows:
+        return None
+    notes = (
+        "Over the plan: tokens over seconds, prefill included, against `polybasic`, which is "
+        "lossless. Own: share of the tokens that the target would have drawn, given all before "
+        "them; in brackets 95 % intervals.",
+    )
+    return Table("Not lossless", ["system", "over the plan", "own", "identical"], rows, notes)
 
 
 def law_table(report: Report) -> Table | None:

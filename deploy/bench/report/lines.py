@@ -39,7 +39,11 @@ def headline_lines(report: Report) -> list[str]:
     def speed(name: str) -> float:
         return systems[name].totals.tokens_per_second
 
-    ours = {name: system for name, system in systems.items() if system.runtime == "polybasic"}
+    ours = {
+        name: system
+        for name, system in systems.items()
+        if system.runtime == "polybasic" and system.loss is None
+    }
     name = "polybasic" if "polybasic" in ours else max(ours, key=speed)
     if name == "polybasic" and report.repeating:
         copies = " and ".join(f"`{member}`" for member in report.repeating)

@@ -219,6 +219,8 @@ def insertion_table(report: Report) -> Table | None:
 def identical_cell(system: SystemReport) -> str:
     """As "26/28 +2 ties"."""
     agreement = system.agreement
+    if system.loss is not None:
+        return f"{system.loss.identical}/{system.loss.answers}, lossy"
     if agreement is None:
         return NOT_KNOWN
     text = f"{agreement.identical}/{agreement.answers}"

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.bench.peers.catalogue import check_peers
 from polybasic.deploy.bench.peers.systems import peer_systems
 from polybasic.deploy.bench.prompts import BenchPrompt
 from polybasic.deploy.bench.systems import chain_systems
-from polybasic.deploy.bench.systems.chain_systems import ChainSystem, chain_system
+from polybasic.deploy.bench.systems.chain_systems import ChainSystem, LossySystem, chain_system
 from polybasic.deploy.bench.systems.system import System
 from polybasic.deploy.bench.systems.transformers_systems import (
     LACKING,
@@ -18,7 +19,8 @@ from polybasic.deploy.bench.systems.transformers_systems import (
     transformers_systems,
 )
 from polybasic.deploy.planner.settings import BenchSettings
-from polybasic.deploy.runtime.chain import Chain
+from polybasic.deploy.runtime.chain import Chain, check_draws, checked_plan
+from polybasic.deploy.runtime.rounds.sampling import Sampling
 
 TRANSFORMERS = ("hf_generate", "hf_static", "hf_prompt_lookup", "hf_assisted")
 AS_A_PEER = ("hf_generate", "hf_prompt_lookup", "hf_assisted")
@@ -58,14 +60,23 @@ def check_systems(settings: BenchSettings) -> None:
         )
 
 
-def own_systems(chain: Chain, settings: BenchSettings) -> list[ChainSystem]:
+def own_systems(
+    chain: Chain, settings: BenchSettings, lossy: Plan | None = None
+) -> list[ChainSystem]:
     """This runtime's, as far as they are asked for.
 
+    Args:
+        lossy: a plan that runs beside them.
+
     Raises:
-        UserError: a system that the chain has no members for.
+        UserError: a system that the chain has no members for, or a plan that it cannot run.
     """
     names = [name for name in _names(chain, settings) if _is_own(name)]
-    return [chain_system(name, chain, settings.rule) for name in names]
+    systems = [chain_system(name, chain, settings.rule) for name in names]
+    if lossy is not None:
+        check_draws(checked_plan(lossy, chain.manifest), Sampling(settings.temperature))
+        systems.append(LossySystem(chain, lossy))
+    return systems
 
 
 def with_others(
@@ -99,7 +110,8 @@ def with_others(
     for system in loops:
         stack.callback(system.close)
     by_name: dict[str, System] = {system.name: system for system in (*own, *loops)}
-    running = [by_name[name] for name in names if name in by_name]
+    named = dict.fromkeys((*names, *(system.name for system in own)))
+    running = [by_name[name] for name in named if name in by_name]
     return Systems([*running, *peers.systems], [*notes, *peers.missing])
 
 

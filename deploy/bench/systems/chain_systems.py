@@ -1,11 +1,12 @@
 """The ways in which this runtime answers with a chain: which members run, and by which plan."""
 
 import time
+from dataclasses import replace
 
 from torch import Tensor
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.card import shown_members
+from polybasic.chain.formats.card import shown_members, shown_rule
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
 from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
@@ -44,6 +45,16 @@ class ChainSystem(System):
             token_ids += part
         seconds = time.perf_counter() - begin
         return TimedAnswer(token_ids, seconds, num_first, first_seconds, parts.statistics)
+
+
+class LossySystem(ChainSystem):
+    """The same by a plan that is lossy, and draws nothing that a seed could repeat."""
+
+    def __init__(self, chain: Chain, plan: Plan) -> None:
+        super().__init__("lossy", shown_rule(plan), chain, plan)
+
+    def answer(self, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> TimedAnswer:
+        return super().answer(prompt, max_new_tokens, replace(sampling, seed=None))
 
 
 def weight_type(chain: Chain) -> str:

@@ -25,7 +25,7 @@ from polybasic.deploy.planner.settings import PlanGrid
 from polybasic.deploy.runtime.drafters.ngram import NgramDrafter
 from polybasic.deploy.runtime.engine import Engine, rounds_of
 from polybasic.deploy.runtime.request import Request
-from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.runtime.rounds.flushing import Flushing
 from polybasic.deploy.runtime.rounds.passes import Passes
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 from polybasic.deploy.runtime.rounds.stages import (
@@ -345,7 +345,7 @@ class _TimedStage:
     seconds: float = 0.0
 
     def propose(
-        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+        self, num_tokens: int, limit: int, flushing: Flushing | None = None
     ) -> Passes[Block]:
         begin = self.watch.now()
         block: Block = yield from super().propose(num_tokens, limit, flushing)  # type: ignore[misc]

@@ -48,14 +48,21 @@ def check_remote(request: Request, models: Models) -> None:
     """Check what a request asks of a target that runs elsewhere.
 
     Raises:
-        UserError: draws for which more than token ids would have to travel, a grammar,
-            log-probabilities of the prompt, or a plan whose draft head reads the target's states.
+        UserError: draws for which more than token ids would have to travel, a lossy plan, a
+            grammar, log-probabilities of the prompt, or a plan whose draft head reads the target's
+            states.
     """
     if not request.sampling.is_greedy and request.plan.rule != "coupled":
         raise UserError(
             "rule that a remote target does not know",
             request.plan.rule,
             "leave it out: only token ids travel, which the rule coupled needs",
+        )
+    if not request.plan.is_lossless:
+        raise UserError(
+            "lossy plan of a remote target",
+            request.plan.members[0],
+            "run it where the target's weights are",
         )
     if request.constraint is not None:
         raise UserError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from polybasic.chain.formats.plan import Flush
 from polybasic.deploy.runtime.drafters.interface import Drafter
 from polybasic.deploy.runtime.remote.session import Session, Verdict
-from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing, Flushing
 from polybasic.deploy.runtime.rounds.passes import Passes, draft
 from polybasic.deploy.runtime.rounds.sampling import GreedyRows, GreedySampler, Sampling
 from polybasic.deploy.runtime.rounds.stages import Block, Round, Stage
@@ -81,7 +81,7 @@ class DraftedBlocks:
         """Nothing to drop."""
 
     def propose(
-        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+        self, num_tokens: int, limit: int, flushing: Flushing | None = None
     ) -> Passes[Block]:
         """The path of one draft, at most `limit` tokens; none where nothing is drafted."""
         tree = yield from draft(self.drafter, self.tokens, limit)

@@ -9,10 +9,19 @@ never on its own. It also stays reproducible: estimates start afresh with every 
 come from the plan, not from a clock.
 """
 
+from typing import Protocol
+
 from polybasic.chain.formats.plan import NUM_PROBABILITY_BINS, AdaptiveFlush
 
 PRIOR_WEIGHT = 8.0
 """Number of tokens that the plan's acceptance of a bin counts as."""
+
+
+class Flushing(Protocol):
+    """What ends a block before its length."""
+
+    def wants_more(self, probabilities: list[float]) -> bool:
+        """Add a round's tokens by the proposing model's probability of each; whether to go on."""
 
 
 class AdaptiveFlushing:

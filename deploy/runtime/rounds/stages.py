@@ -20,7 +20,7 @@ from polybasic.chain.formats.plan import Flush
 from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.deploy.runtime.drafters.interface import Drafter
 from polybasic.deploy.runtime.rounds.draws import Draws
-from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing, Flushing
 from polybasic.deploy.runtime.rounds.logprobs import TokenLogprobs, logprobs_of
 from polybasic.deploy.runtime.rounds.passes import Passes, VerifierPass, draft
 from polybasic.deploy.runtime.rounds.sampling import Joiner, Prefixes, Sampler
@@ -104,6 +104,7 @@ class Stage(ABC):
         tokens: the sequence so far.
         accepted_lengths: tokens gained by each of its passes since the stage was made.
         proposals: by member, what was proposed to the verifier since the stage was made.
+        num_tolerated: tokens kept that are not the verifier's own, as lossy plans do.
         num_logprobs: most probable tokens whose log-probabilities its rounds give beside those of
             the tokens gained; None gives none.
         num_prompt_logprobs: the same of the tokens of a prompt, which `prompt_logprobs` takes.
@@ -117,6 +118,7 @@ class Stage(ABC):
         self.tokens: list[int] = []
         self.accepted_lengths: list[int] = []
         self.proposals: dict[str, Proposals] = {}
+        self.num_tolerated = 0
         self.num_logprobs: int | None = None
         self.num_prompt_logprobs: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -172,7 +174,7 @@ class Stage(ABC):
         """Take the states [R, W] of tokens that the stage above read into the shared cache."""
 
     def propose(
-        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+        self, num_tokens: int, limit: int, flushing: Flushing | None = None
     ) -> Passes[Block]:
         """Continue the sequence until `num_tokens` are gained or a stop token is drawn.
 
@@ -201,7 +203,7 @@ class Stage(ABC):
         """Gain at most `limit` tokens, which are committed."""
 
     def _gain(
-        self, block: Block, limit: int, flushing: AdaptiveFlushing | None
+        self, block: Block, limit: int, flushing: Flushing | None
     ) -> Passes[tuple[Any, bool]]:
         """Add a round's tokens to a block; their rows, and whether another round may follow.
 
@@ -213,8 +215,8 @@ class Stage(ABC):
         block.logprobs.extend(gain.logprobs)
         _, stopped_by = cut_at_end(gain.tokens, limit, self.stop_tokens)
         wants_more = stopped_by != "stop"
-        if wants_more and flushing is not None:
-            wants_more = flushing.wants_more(
+        if flushing is not None:
+            wants_more &= flushing.wants_more(
                 self.sampler.probabilities(gain.distributions, gain.rows, gain.tokens)
             )
         return self.sampler.take(gain.distributions, gain.rows), wants_more
@@ -284,7 +286,7 @@ class BaseTreeStage(Stage):
         self.drafter.observe(states)
 
     def propose(
-        self, num_tokens: int, limit: int, flushing: AdaptiveFlushing | None = None
+        self, num_tokens: int, limit: int, flushing: Flushing | None = None
     ) -> Passes[Block]:
         yield from self.catch_up()
         return (yield from super().propose(num_tokens, limit, flushing))
@@ -419,10 +421,7 @@ class BaseBlockStage(Stage):
         self.below.resolve(length, next_token, states if self.shares_cache else None)
 
     def _round(self, limit: int) -> Passes[Round]:
-        if self._flushing is not None:
-            self._flushing.begin_block()
-        length = min(self.flush.length, limit - 1)
-        block = yield from self.below.propose(length, limit - 1, self._flushing)
+        block = yield from self._proposed(limit - 1)
         unread = self.tokens[self._num_read :]
         self.verifier.cache.truncate(self._num_read)
         kept = yield from self._verify(unread, block)
@@ -442,6 +441,13 @@ class BaseBlockStage(Stage):
         rows = list(range(len(gained)))
         logprobs = self._logprobs(kept.logits, rows, gained)
         return Round(gained, kept.distributions, rows, proposers, logprobs)
+
+    def _proposed(self, limit: int) -> Passes[Block]:
+        """A block of at most `limit` tokens."""
+        if self._flushing is not None:
+            self._flushing.begin_block()
+        length = min(self.flush.length, limit)
+        return (yield from self.below.propose(length, limit, self._flushing))
 
     @abstractmethod
     def _verify(self, unread: list[int], block: Block) -> "Passes[Kept]":

@@ -23,6 +23,7 @@ def costs(answers: Sequence[Statistics]) -> dict[str, Any]:
         passes.update(answer.forward_passes)
         drafted.update(answer.drafted)
         accepted.update(answer.accepted)
+    tolerated = [answer.num_tolerated for answer in answers if answer.num_tolerated is not None]
     plan, num_later = list(answers[0].forward_passes), sum(answer.num_later for answer in answers)
     num_passes = passes[plan[0]]
     return {
@@ -45,5 +46,7 @@ def costs(answers: Sequence[Statistics]) -> dict[str, Any]:
             "seed": answers[0].seed,
             "cached_tokens": cached,
             "plan": plan,
+            "lossless": not tolerated,
+            **({"tolerated": sum(tolerated)} if tolerated else {}),
         },
     }

@@ -11,8 +11,8 @@ export class Failure extends Error {
 export async function servedModel(key) {
   const response = await request("v1/models", { headers: headers(key) });
   const model = (await response.json()).data[0];
-  const { members = [], plan = members } = model.polybasic ?? {};
-  return { id: model.id, members, plan };
+  const { members = [], plan = members, lossless = true } = model.polybasic ?? {};
+  return { id: model.id, members, plan, lossless };
 }
 
 // The elements that a text in Markdown means, for `built` of markdown.js.

@@ -14,7 +14,7 @@ import {
 import { openSettings } from "./settings.js";
 import { $, showLegend, showPasses, shownRate, TurnView } from "./view.js";
 
-let model = { id: "", members: [], plan: [] };
+let model = { id: "", members: [], plan: [], lossless: true };
 let turns = savedConversation();
 let views = [];
 const meant = new WeakMap(); // of turns: the elements that their texts mean
@@ -33,6 +33,8 @@ async function connect() {
   refusedKey = null;
   notify("");
   $("model").textContent = model.id;
+  $("lossy").hidden = $("stray").hidden = model.lossless;
+  $("keep").hidden = !model.lossless;
   $("alone").disabled = model.members.length < 2;
   if (!running) showTurns(); // or an answer would go on out of sight
 }
@@ -147,15 +149,17 @@ function repeat() {
 function requested(isAlone, seed) {
   const given = savedSettings();
   const number = (name) => (given[name] ? Number(given[name]) : undefined);
+  const draws = model.lossless || isAlone;
+  // one that is known, so that the answer can be repeated
+  const known = seed ?? number("seed") ?? crypto.getRandomValues(new Uint32Array(1))[0];
   return {
     model: model.id,
-    temperature: number("temperature"),
+    temperature: draws ? number("temperature") : 0,
     top_p: number("top_p"),
     max_tokens: number("max_tokens"),
     response_format: responseFormat(given),
     tools: toolsOf(given.tools),
-    // one that is known, so that the answer can be repeated
-    seed: seed ?? number("seed") ?? crypto.getRandomValues(new Uint32Array(1))[0],
+    seed: draws ? known : undefined,
     polybasic: { members: true, ...(isAlone && { run: model.members.slice(0, 1) }) },
   };
 }

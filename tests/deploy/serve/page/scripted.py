@@ -37,7 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = PAGE / ("index.html" if self.path == "/" else self.path.removeprefix("/page/"))
         if self.path == "/v1/models":
-            models = [{"id": "tiny", "polybasic": {"members": MEMBERS}}]
+            models = [{"id": "tiny", "polybasic": self.scripted.about}]
             self._if_allowed(lambda: self.send_json(200, {"data": models}))
         elif path.is_file():
             self.begin(200, _TYPES[path.suffix], {"Content-Security-Policy": PAGE_POLICY})
@@ -144,6 +144,7 @@ class ScriptedServer:
         scripts: of the answers to come; the last one stays.
         asked: bodies of the requests so far.
         key: that requests need, if there is one.
+        about: what its model is said to be.
         url: of the page.
     """
 
@@ -151,6 +152,7 @@ class ScriptedServer:
         self.scripts = list(scripts)
         self.asked: list[dict[str, Any]] = []
         self.key: str | None = None
+        self.about: dict[str, Any] = {"members": MEMBERS}
         self.url = ""
 
     def answer(self, answering: Answering, asked: dict[str, Any]) -> None:

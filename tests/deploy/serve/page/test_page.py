@@ -55,6 +55,36 @@ def test_an_answer_comes_token_by_token_with_who_proposed_them(browser: Browser)
         assert page.problems == []
 
 
+def test_a_lossy_plan_is_named_and_asked_for_no_draws(browser: Browser) -> None:
+    def say(answering: Answering) -> None:
+        answering.begin()
+        answering.tokens(*TOKENS)
+        answering.end()
+
+    shown = (
+        "['lossy', 'keep', 'stray'].filter((id) => document.getElementById(id).checkVisibility())"
+    )
+    with scripted(say) as server:
+        page = opened(browser, server)
+        assert page.evaluate(shown) == ["keep"]
+        ask_and_wait(page, "Which is it?")
+        assert isinstance(server.asked[0]["seed"], int)
+        server.about = {**server.about, "lossless": False}
+        page.open()
+        page.wait("!document.getElementById('lossy').hidden")
+        assert page.evaluate(shown) == ["lossy"]
+        ask_and_wait(page, "And now?")
+        assert server.asked[1]["temperature"] == 0
+        assert "seed" not in server.asked[1]
+        page.click("#alone")
+        ask_and_wait(page, "And alone?")
+        assert isinstance(server.asked[2]["seed"], int)
+        page.click("#fresh")
+        page.wait("document.querySelectorAll('article').length === 0")
+        assert page.evaluate(shown) == ["lossy", "stray"]
+        assert page.problems == []
+
+
 def test_text_is_never_markup(browser: Browser) -> None:
     def attack(answering: Answering) -> None:
         answering.begin()

@@ -1,0 +1,169 @@
+"""Plans from files, and lossy ones: asked for, tuned and shown."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polybasic.chain.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from polybasic.chain.formats.plan import Plan
+    from polybasic.deploy.bench.lossy import Tuning
+    from polybasic.deploy.planner.settings import PlanSettings
+
+BILD = "bild"
+"""The rule of a plan that is lossy."""
+
+PlanFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan", metavar="FILE", help="JSON file with the plan to run by.  [default: the chain's]"
+    ),
+]
+QualityOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1,
+        help="With --rule bild, which is lossy: least share of tokens that are the target's own.",
+    ),
+]
+
+
+def plan_in(path: Path | None) -> "Plan | None":
+    """The plan of a file, be it one that was measured.
+
+    Raises:
+        UserError: no such file, or it holds no plan.
+    """
+    if path is None:
+        return None
+    from polybasic.chain.formats.files import read_json
+    from polybasic.chain.formats.plan import MeasuredPlan, Plan
+    from polybasic.recipes.schema.loading import validated
+
+    content = read_json(path, "plan")
+    if isinstance(content, dict) and "plan" in content:
+        return validated(MeasuredPlan, content, {}, str(path)).plan
+    return validated(Plan, content, {}, str(path))
+
+
+def lossy_in(path: Path | None) -> "Plan | None":
+    """The same of a lossy plan.
+
+    Raises:
+        UserError: as `plan_in`, or it is lossless.
+    """
+    plan = plan_in(path)
+    if plan is not None and plan.is_lossless:
+        do = "name what polybasic plan --rule bild wrote; lossless plans run as system polybasic"
+        raise UserError("plan is not lossy", str(path), do)
+    return plan
+
+
+def check_lossy(
+    rule: str | None, quality: float | None, out: Path | None, **others: Any
+) -> tuple[float, Path] | None:
+    """Quality and place of a lossy plan, if one is asked for.
+
+    Args:
+        others: what only lossless plans are made with, by option.
+
+    Raises:
+        UserError: a quality of another rule, no quality, no place for the plan, or one of these.
+    """
+    if rule != BILD:
+        if quality is None:
+            return None
+        what, where = "quality of a lossless plan", f"--quality {quality:g}"
+        raise UserError(what, where, f"leave it out, or give --rule {BILD}")
+    if given := [name.replace("_", "-") for name, value in others.items() if value]:
+        what, where = "of a lossless plan", f"--{given[0]}"
+        raise UserError(what, where, f"leave it out beside --rule {BILD}")
+    if quality is None or out is None:
+        raise UserError(
+            "a lossy plan is asked for each time, and no chain carries it",
+            f"--rule {BILD} without {'--quality' if quality is None else '--out'}",
+            "give --quality SHARE and --out FILE; polybasic generate --plan FILE then runs it",
+        )
+    return quality, out
+
+
+def tuned(
+    folder: Path,
+    settings: "PlanSettings",
+    quality: float,
+    target: str | None,
+    say: "Callable[[str], None]",
+) -> "Tuning":
+    """Tune the thresholds of a lossy plan of a chain.
+
+    Args:
+        settings: `prompts` names a question file.
+        quality: least share of tokens that are the target's own.
+        target: as `load_chain`.
+
+    Raises:
+        UserError: as `polybasic.deploy.bench.lossy.tune_lossy`; a temperature; the chain cannot
+            be loaded.
+    """
+    from polybasic.deploy import load_chain
+    from polybasic.deploy.bench.lossy import tune_lossy
+    from polybasic.deploy.planner.measuring.budget import Budget
+    from polybasic.deploy.planner.run import first_turns
+
+    if settings.temperature:
+        where = f"temperature={settings.temperature:g}"
+        raise UserError("a lossy plan does not draw", where, "use temperature 0")
+    options = settings.model_dump(include={"dtype", "graphs", "tensor_parallel"})
+    with load_chain(folder, target=target, say=say, temperature=0.0, **options) as chain:
+        prompts, budget = first_turns(chain, settings), Budget(settings.max_seconds)
+        return tune_lossy(chain, prompts, quality, settings.max_new_tokens, budget, say)
+
+
+def print_tuning(tuning: "Tuning", quality: float, console: "Console") -> None:
+    """Print what a lossy plan gains and loses, and the thresholds that were tried."""
+    from polybasic.chain.readable import counted
+    from polybasic.chain.tables import Table, print_table
+
+    low, high = tuning.speedup_bounds
+    least, most = tuning.quality_bounds
+    tuned_on, measured_on = tuning.num_prompts
+    console.print(
+        f"Lossy: {tuning.speedup:.2f}x of the lossless plan ({low:.2f}-{high:.2f}), "
+        f"{tuning.quality:.1%} of tokens the target's own ({least:.1%}-{most:.1%}), "
+        f"{tuning.identical:.0%} of answers identical",
+        style="bold",
+        highlight=False,
+    )
+    console.print(
+        f"Tuned on {counted(tuned_on, 'prompt')}, measured on {counted(measured_on, 'other')} in "
+        "turns, after their prompts were read.",
+        highlight=False,
+    )
+    if tuning.quality < quality:
+        console.print(
+            f"There it is below the {quality:.1%} that were asked for: ask for more, or tune on "
+            "more prompts (--num-prompts-per-task).",
+            highlight=False,
+        )
+    for what in tuning.left_out:
+        console.print(f"Left out for want of time: {what}.", highlight=False)
+    rows = [
+        [
+            f"{tried.fallback_threshold:g}",
+            f"{tried.rollback_threshold:g}",
+            f"{tried.speedup:.2f}",
+            f"{tried.quality:.3f}",
+            f"{tried.identical:.2f}",
+        ]
+        for tried in tuning.tried
+    ]
+    header = ["falls back under", "takes back over", "speedup", "quality", "identical"]
+    console.print()
+    print_table(Table("Thresholds, on the prompts that were tuned on", header, rows), console)
