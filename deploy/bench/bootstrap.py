@@ -55,6 +55,12 @@ class Estimate:
         half = self.half_width or 0.0
         return math.exp(self.log - half), math.exp(self.log + half)
 
+    @property
+    def share_bounds(self) -> tuple[float, float]:
+        """The same of a share, which is at most 1."""
+        low, high = self.bounds
+        return low, min(high, 1.0)
+
     def __sub__(self, other: "Estimate") -> "Estimate":
         """Of the quotient of two ratios that have no question in common."""
         log = self.log - other.log

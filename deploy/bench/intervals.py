@@ -121,8 +121,8 @@ def share(parts: Sequence[Sequence[tuple[int, int]]], prompts: Sequence[PromptRe
         for place, numbers in enumerate(repeat):
             totals[questions.rows[place]] += numbers
     found = estimate(totals, (1, -1), questions.tasks)
-    low, high = found.bounds
-    return Ratio(value=found.value, low=low, high=min(high, 1.0))
+    low, high = found.share_bounds
+    return Ratio(value=found.value, low=low, high=high)
 
 
 def lengths(

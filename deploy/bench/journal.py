@@ -9,7 +9,7 @@ from typing import Any
 from polybasic.chain.formats.files import whole_file
 from polybasic.deploy.bench.systems.system import TimedAnswer
 from polybasic.deploy.runtime.request import Statistics
-from polybasic.deploy.runtime.rounds.stages import Proposals
+from polybasic.deploy.runtime.rounds.proposals import Proposals
 
 
 @dataclass(frozen=True)

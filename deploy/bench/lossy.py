@@ -50,8 +50,8 @@ class Answered:
     @property
     def own(self) -> Array:
         """[prompts, 2]: tokens that are the target's own, and all of them."""
-        numbers = [(cost.num_tokens, cost.num_tolerated or 0) for cost in self.statistics]
-        return np.array([[num - strange, num] for num, strange in numbers], dtype=np.float64)
+        costs = self.statistics
+        return np.array([[cost.num_own, cost.num_tokens] for cost in costs], dtype=np.float64)
 
     @property
     def seconds_per_token(self) -> float:
@@ -176,7 +176,7 @@ def tune_lossy(
         speedup=faster.value,
         speedup_bounds=faster.bounds,
         quality=kept.value,
-        quality_bounds=(kept.bounds[0], min(kept.bounds[1], 1.0)),
+        quality_bounds=kept.share_bounds,
         identical=lossy.identical(exact),
         num_prompts=(num_tuned_on, len(exact.prompts)),
         tried=tuple(tried),

@@ -14,7 +14,7 @@ from polybasic.deploy.bench.systems.chain_systems import ChainSystem
 from polybasic.deploy.bench.totals import lengths_of, statistics_of
 from polybasic.deploy.planner.theory import judge_insertion
 from polybasic.deploy.runtime.request import Statistics
-from polybasic.deploy.runtime.rounds.stages import Proposals
+from polybasic.deploy.runtime.rounds.proposals import Proposals
 
 
 def member_costs(bench: Bench, system: ChainSystem) -> dict[str, MemberCost]:

@@ -202,10 +202,10 @@ def _left_out(differing: Sequence[str]) -> list[str]:
 def _is_comparable(bench: Bench, system: System) -> bool:
     """Whether its answers are to be the target's: not where it draws by numbers of its own, nor by
     a lossy plan."""
-    if isinstance(system, ChainSystem) and not system.plan.is_lossless:
-        return False
-    is_coupled = isinstance(system, ChainSystem) and system.plan.rule == "coupled"
-    return bench.settings.temperature == 0 or is_coupled
+    is_greedy = bench.settings.temperature == 0
+    if not isinstance(system, ChainSystem):
+        return is_greedy
+    return system.plan.is_lossless and (is_greedy or system.plan.rule == "coupled")
 
 
 def _differs(bench: Bench, system: System) -> bool:
@@ -248,8 +248,8 @@ def _loss(bench: Bench, system: System, answers: Mapping[str, Answers]) -> Loss:
         for taken, own in zip(repeat, owns, strict=True)
     ]
     kept = [
-        [(costs.num_tokens - (costs.num_tolerated or 0), costs.num_tokens) for costs in repeat]
-        for repeat in ([statistics_of(taken) for taken in repeat] for repeat in found)
+        [(costs.num_own, costs.num_tokens) for costs in map(statistics_of, repeat)]
+        for repeat in found
     ]
     plans = answers.get("polybasic")
     return Loss(

@@ -21,8 +21,9 @@ from polybasic.deploy.runtime.rounds.finite import not_finite
 from polybasic.deploy.runtime.rounds.logprobs import TokenLogprobs
 from polybasic.deploy.runtime.rounds.noise import Noise
 from polybasic.deploy.runtime.rounds.passes import Pass, Passes, VerifierPass
+from polybasic.deploy.runtime.rounds.proposals import Proposals
 from polybasic.deploy.runtime.rounds.sampling import NotFiniteError
-from polybasic.deploy.runtime.rounds.stages import Block, Proposals, Stage
+from polybasic.deploy.runtime.rounds.stages import Block, Stage
 from polybasic.deploy.runtime.rounds.stopping import StoppedBy, cut_at_end
 from polybasic.deploy.runtime.rounds.verifier import PassClock, Verifier
 from polybasic.deploy.runtime.slots import MIN_COPIED_TOKENS, Slot, Slots, num_common

@@ -9,8 +9,8 @@ from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.runtime.drafters.history import History
 from polybasic.deploy.runtime.rounds.constraint import Constraint
 from polybasic.deploy.runtime.rounds.logprobs import TokenLogprobs
+from polybasic.deploy.runtime.rounds.proposals import Proposals
 from polybasic.deploy.runtime.rounds.sampling import Sampling
-from polybasic.deploy.runtime.rounds.stages import Proposals
 from polybasic.deploy.runtime.rounds.stopping import AnswerText, StoppedBy
 
 Part = TypeVar("Part")
@@ -92,6 +92,11 @@ class Statistics:
     def is_lossless(self) -> bool:
         """Whether the answer follows the target's distribution."""
         return self.num_tolerated is None
+
+    @property
+    def num_own(self) -> int:
+        """New tokens that are the target's own, given all before them."""
+        return self.num_tokens - (self.num_tolerated or 0)
 
     @property
     def num_later(self) -> int:

@@ -162,9 +162,13 @@ class GreedySampler(_Processing):
 
     def verify(self, tokens: list[int], proposed: GreedyRows, own: GreedyRows) -> tuple[int, int]:
         num_kept = 0
-        while num_kept < len(tokens) and tokens[num_kept] == own.tokens[num_kept]:
+        while num_kept < len(tokens) and self._keeps(tokens[num_kept], own, num_kept):
             num_kept += 1
         return num_kept, own.tokens[num_kept]
+
+    def _keeps(self, token: int, own: GreedyRows, row: int) -> bool:
+        """Whether a proposed token stays in its verifier's row."""
+        return token == own.tokens[row]
 
     def probabilities(self, rows: GreedyRows, chosen: list[int], tokens: list[int]) -> list[float]:
         if not chosen:

@@ -11,7 +11,6 @@ passes that it needs (`polybasic.deploy.runtime.rounds.passes`).
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +22,7 @@ from polybasic.deploy.runtime.rounds.draws import Draws
 from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing, Flushing
 from polybasic.deploy.runtime.rounds.logprobs import TokenLogprobs, logprobs_of
 from polybasic.deploy.runtime.rounds.passes import Passes, VerifierPass, draft
+from polybasic.deploy.runtime.rounds.proposals import Proposals
 from polybasic.deploy.runtime.rounds.sampling import Joiner, Prefixes, Sampler
 from polybasic.deploy.runtime.rounds.stopping import cut_at_end
 from polybasic.deploy.runtime.rounds.verifier import Verifier
@@ -62,37 +62,6 @@ class Round:
     rows: list[int]
     proposers: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-@dataclass
-class Proposals:
-    """What a member proposed to the verifier above it.
-
-    Attributes:
-        num_drafts: trees or blocks.
-        num_tokens: of all of them.
-        accepted: at [i], how often the token at place i of a draft was accepted.
-    """
-
-    num_drafts: int = 0
-    num_tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
-
-    def count(self, num_tokens: int, num_accepted: int) -> None:
-        """Add a draft of so many tokens, of which the first `num_accepted` of a path were kept."""
-        self.num_drafts += 1
-        self.num_tokens += num_tokens
-        self.accepted += [0] * (num_accepted - len(self.accepted))
-        for place in range(num_accepted):
-            self.accepted[place] += 1
-
-    def add(self, other: "Proposals") -> None:
-        """Add another's counts."""
-        self.num_drafts += other.num_drafts
-        self.num_tokens += other.num_tokens
-        self.accepted = [
-            sum(two) for two in zip_longest(self.accepted, other.accepted, fillvalue=0)
-        ]
 
 
 class Stage(ABC):

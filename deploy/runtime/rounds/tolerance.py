@@ -52,14 +52,8 @@ class TolerantSampler(GreedySampler):
         super().__init__(sampling, num_prompt_tokens, constraint)
         self.lossy = lossy
 
-    def verify(self, tokens: list[int], proposed: GreedyRows, own: GreedyRows) -> tuple[int, int]:
-        num_kept, num_tokens = 0, len(tokens)
-        while num_kept < num_tokens and self._is_near(tokens[num_kept], own, num_kept):
-            num_kept += 1
-        return num_kept, own.tokens[num_kept]
-
-    def _is_near(self, token: int, own: GreedyRows, row: int) -> bool:
-        if token == own.tokens[row]:
+    def _keeps(self, token: int, own: GreedyRows, row: int) -> bool:
+        if super()._keeps(token, own, row):
             return True
         assert own.logits is not None, "taken rows have no logits"
         logits = own.logits()[row].float()

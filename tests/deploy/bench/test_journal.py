@@ -7,7 +7,7 @@ import pytest
 from polybasic.deploy.bench.journal import Journal, Taken
 from polybasic.deploy.bench.systems.system import TimedAnswer
 from polybasic.deploy.runtime.request import Statistics
-from polybasic.deploy.runtime.rounds.stages import Proposals
+from polybasic.deploy.runtime.rounds.proposals import Proposals
 
 IDENTITY = {"chain": "a", "prompts": [1, 2]}
 OWN = TimedAnswer(
