@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 29_090,
-    "deploy": 31_815,
+    "chain": 29_115,
+    "deploy": 31_830,
     "quantize": 1_400,
-    "recipes": 7_905,
+    "recipes": 7_945,
     "train": 8_600,
     "benchmarks": 8_590,
-    "tests": 64_455,
+    "tests": 64_475,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -78,6 +78,10 @@ class ProgressReport(Progress):
             self._last_line = now
             self.say(self._line(now))
 
+    def end_here(self) -> None:
+        """Show that no more steps are taken."""
+        self.update(self._bar, total=self._num_done)
+
     def per_second(self, count: float) -> float:
         """How many a second `count` are since the block began."""
         return count / max(self.get_time() - self._began, 1e-3)

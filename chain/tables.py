@@ -91,11 +91,12 @@ def _of_columns(table: Table, columns: list[int]) -> Table:
         return [cells[column] for column in columns]
 
     has_last = columns[-1] == len(table.header) - 1
+    num_names = sum(column < table.num_text_columns for column in columns)
     return replace(
         table,
         header=of(table.header),
-        rows=[of(row) for row in table.rows],
-        num_text_columns=sum(column < table.num_text_columns for column in columns),
+        rows=[row for row in map(of, table.rows) if any(row[num_names:])],
+        num_text_columns=num_names,
         wraps=table.wraps and has_last,
     )
 

@@ -41,24 +41,38 @@ class ShownStream:
         return getattr(self.stream, name)
 
 
-def say(line: str) -> None:
-    """Print a line for people on stderr, on a terminal broken between words.
+def say(text: str, stream: TextIO | None = None, indent: int = 0) -> None:
+    """Print lines for people, on a terminal broken between words.
 
     A command to go on with, after "next:", is left in one piece on a line of its own.
+
+    Args:
+        stream: default: stderr.
+        indent: spaces before what is left of a broken line.
     """
-    if sys.stderr.isatty():
-        width = os.get_terminal_size(sys.stderr.fileno()).columns
+    stream = stream or sys.stderr
+    if stream.isatty():
+        width = os.get_terminal_size(stream.fileno()).columns
         # terminals that do not know their width report 0
-        line = broken_between_words(line, width) if width else line
-    print(line, file=sys.stderr, flush=True)
+        text = broken_between_words(text, width, indent) if width else text
+    print(text, file=stream, flush=True)
 
 
-def broken_between_words(line: str, width: int) -> str:
-    """`line` with line feeds, at most `width` characters in each but where a word is longer."""
-    text, next_, command = line.partition("; next: ")
-    if not line.startswith("next: "):
-        text = textwrap.fill(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-    return f"{text}\nnext: {command}" if next_ else text
+def broken_between_words(text: str, width: int, indent: int = 0) -> str:
+    """`text` with more line feeds, at most `width` characters a line but where a word is longer."""
+    lines = text.replace("; next: ", "\nnext: ").split("\n")
+    return "\n".join(
+        line
+        if line.startswith("next: ") or len(line) <= width
+        else textwrap.fill(
+            line,
+            max(width, 1),
+            subsequent_indent=indent * " ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in lines
+    )
 
 
 def as_it_is(stream: TextIO) -> TextIO:

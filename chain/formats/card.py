@@ -201,31 +201,34 @@ def shown_flush(plan: Plan, verifying: Iterable[str]) -> str:
 
 def shown_loads(measured: MeasuredPlan, verifying: Collection[str]) -> dict[str, str]:
     """Plans by load for people: {"1 or more": "target → draft (depth 5, top 2, 6 rows)", "9 or
-    more": "target"}; empty if there are none.
+    more": "target"}; empty if there are none that look different.
 
     Args:
         verifying: as `shown_members`.
     """
     shown: dict[str, str] = {}
     first = 1
-    for plan, group in groupby(measured.by_load, lambda load: load.plan):
-        shown[f"{first} or more"] = _members_and_tree(plan, verifying)
+    for plan, group in groupby(
+        measured.by_load, lambda load: _members_and_tree(load.plan, verifying)
+    ):
+        shown[f"{first} or more"] = plan
         first = max(load.sequences for load in group) + 1
-    return shown
+    return shown if len(shown) > 1 else {}
 
 
 def shown_contexts(measured: MeasuredPlan, verifying: Collection[str]) -> dict[str, str]:
     """Plans by context for people: {"at once": "target → draft (depth 5, top 4, 16 rows)", "from
-    5,793 tokens on": "target"}; empty if there is one plan for all.
+    5,793 tokens on": "target"}; empty if there are none that look different.
 
     Args:
         verifying: as `shown_members`.
     """
     shown: dict[str, str] = {}
-    for plan, group in groupby(measured.context_starts, lambda start: start[1]):
+    for plan, group in groupby(
+        measured.context_starts, lambda start: _members_and_tree(start[1], verifying)
+    ):
         first, _ = next(group)
-        since = f"from {first:,} tokens on" if first > 1 else "at once"
-        shown[since] = _members_and_tree(plan, verifying)
+        shown[f"from {first:,} tokens on" if first > 1 else "at once"] = plan
     return shown if len(shown) > 1 else {}
 
 

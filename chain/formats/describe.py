@@ -169,13 +169,13 @@ def _members_table(description: dict[str, Any]) -> Table:
                 member["dtype"],
                 readable_count(member["num_parameters"]),
                 readable_bytes(member["num_bytes"]),
-                member["where"],
                 role,
+                member["where"],
             ]
         )
-    header = ["member", "dtype", "parameters", "size", "where", "role"]
+    header = ["member", "dtype", "parameters", "size", "role", "where"]
     rows.append(["all", "", "", readable_bytes(description["num_bytes"]), "", ""])
-    return Table("", header, rows, text_columns=("dtype", "where"), wraps=True)
+    return Table("", header, rows, text_columns=("dtype", "role"), wraps=True)
 
 
 def _results_table(results: dict[str, dict[str, Any]]) -> Table:

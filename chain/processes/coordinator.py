@@ -16,6 +16,7 @@ from math import inf
 from typing import Any, NoReturn, TextIO, TypeVar
 
 from polybasic.chain.processes.place import Place
+from polybasic.chain.terminal import say
 
 _Content = TypeVar("_Content")
 
@@ -175,7 +176,7 @@ def show(text: str) -> None:
     """Print for people, also from a process that is silent otherwise."""
     if text:
         stream = sys.stderr.stream if isinstance(sys.stderr, _Silence) else sys.stderr
-        print(text, file=stream, flush=True)
+        say(text, stream)
 
 
 _coordinator: Coordinator | None = None

@@ -49,6 +49,7 @@ from polybasic.deploy.runtime.rounds.sampling import Sampling
 REPORT_FOLDER = "report"
 """Of a chain: where its report lies unless another folder is named."""
 _PARTIAL_FOLDER = "partial"
+_LONG = timedelta(minutes=15)
 _PAUSE_SECONDS = 0.02
 """Before each answer: threads of the system before it spin for a while, then sleep."""
 
@@ -130,7 +131,8 @@ def bench_chain(
         )
         num_left = settings.repeats * len(prompts) - len(journal.turns)
         most = timedelta(seconds=round(warm_up_seconds * num_left))
-        say(f"bench: turns left to answer: {num_left}, in at most about {most}")
+        shorter = "; --num-prompts-per-task asks fewer" if most > _LONG else ""
+        say(f"bench: turns left to answer: {num_left}, in at most about {most}{shorter}")
         try:
             _run_in_turns(bench, journal, say)
         except KeyboardInterrupt as interruption:

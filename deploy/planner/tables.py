@@ -217,13 +217,14 @@ def _alternatives_table(
     """Of what `polybasic.deploy.planner.alternatives.compared` returned."""
     number, figure, of_usual = names
     keys = ("seconds_per_token", "seconds_of_target_alone", usual)
+    plans = [f"{each['members']}; {each['shape']}" for each in found]
     rows = [
         [
             f"{each[number]:,}",
             *(shown(each[key]) for key in keys),
-            f"{each['members']}; {each['shape']}",
+            "the same" if plan == before else plan,
         ]
-        for each in found
+        for each, plan, before in zip(found, plans, ["", *plans], strict=False)
     ]
     header = [number, figure, "target alone", of_usual, "plan"]
     return Table(title, header, rows, (note,), wraps=True)

@@ -64,7 +64,7 @@ class Rates:
     """What this machine reaches.
 
     Attributes:
-        bytes_per_second: of memory that is read.
+        bytes_per_second: of as much memory as the members' weights take, which may fit a cache.
         multiply_adds_per_second: by verifying member, in a pass over many rows.
     """
 
@@ -171,7 +171,8 @@ def timeline(engine: Engine, request: Request, memory: Memory) -> Timeline:
         raise UserError("target is elsewhere", "timeline", "time where all members are")
     request = replace(request, sampling=request.sampling.seeded(), follows_plans=False)
     stages, drafter = engine.stages(request)
-    watch = _Watch(engine.models.device, bytes_read(engine, memory))
+    num_bytes = bytes_read(engine, memory)
+    watch = _Watch(engine.models.device, num_bytes)
     if isinstance(drafter, NgramDrafter):
         watch.time_copies(drafter)
     token_ids: list[int] = []
@@ -185,7 +186,8 @@ def timeline(engine: Engine, request: Request, memory: Memory) -> Timeline:
     multiplying = {
         stage.verifier.name: _multiply_rate(watch, stage.verifier, sequence) for stage in stages
     }
-    return Timeline(text, token_ids, rounds, Rates(_read_rate(watch), multiplying))
+    reading = _read_rate(watch, sum(num_bytes.values()))
+    return Timeline(text, token_ids, rounds, Rates(reading, multiplying))
 
 
 def bytes_read(engine: Engine, memory: Memory) -> dict[str, int]:
@@ -312,10 +314,11 @@ def _layer_weights(config: DecoderConfig) -> int:
     return config.num_layers * sum(prod(shape) for shape in linear_shapes(config).values())
 
 
-def _read_rate(watch: _Watch) -> float:
-    """Bytes of memory that are read in a second."""
-    buffer = torch.ones(_BUFFER_BYTES // 4, device=watch.device)
-    return buffer.nbytes / watch.best(buffer.sum)
+def _read_rate(watch: _Watch, num_bytes: int) -> float:
+    """Bytes that are read in a second, of so many or of the largest buffer, over and over."""
+    buffer = torch.ones(max(min(num_bytes, _BUFFER_BYTES) // 4, 1), device=watch.device)
+    seconds = min(watch.best(buffer.sum), watch.best(partial(torch.dot, buffer, buffer)))
+    return buffer.nbytes / seconds
 
 
 def _multiply_rate(watch: _Watch, verifier: Verifier, tokens: list[int]) -> float:

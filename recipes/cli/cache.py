@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from polybasic.chain.kernels.cached import Cached
 
 app = typer.Typer(
-    help="List and clear what was compiled, chosen and timed for this machine.",
+    help="List and clear what was compiled, chosen and timed here.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

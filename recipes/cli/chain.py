@@ -1,7 +1,6 @@
 """Commands on a finished chain: generate, inspect, verify."""
 
 import json
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +39,7 @@ from polybasic.recipes.cli.shared.options import (
     TopKOption,
     TopPOption,
     WaitOption,
+    as_named,
     recipe_defaults,
     remote_options,
     with_small,
@@ -69,7 +69,8 @@ def generate(
         typer.Option(help="Answer a file of prompts, an object a line; with --out."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Of their answers; if interrupted, it is gone on with.")
+        Path | None,
+        typer.Option(help="Where their answers go; continued after an interruption."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -126,9 +127,10 @@ def generate(
         typer.Option("--verify", help="Let the target alone answer as well, and compare."),
     ] = False,
 ) -> None:
-    """Answer a prompt, or a file of prompts: text on stdout, statistics on stderr.
+    """Answer a prompt, or a file of prompts.
 
-    A terminal shows control characters as escapes; files and pipes get them as they are.
+    The text goes to stdout, statistics to stderr. A terminal shows control characters as escapes;
+    files and pipes get them as they are.
     """
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.deploy import load_chain
@@ -191,7 +193,8 @@ def generate(
         plan=run_by,
         **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
-    note_bare(loaded, reference)
+    if plan is None:
+        note_bare(loaded, as_named(reference, small))
     if answers is not None:
         note(f"answered {counted(answers.complete(loaded, options), 'prompt')}; wrote {out}")
         return
@@ -228,6 +231,7 @@ def generate(
 
 def inspect(
     chain: ChainArgument,
+    small: SmallOption = None,
     memory: Annotated[
         bool,
         typer.Option("--memory", help="State what it will take on this machine, in seconds."),
@@ -239,12 +243,12 @@ def inspect(
     target: TargetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print members, plan, origin and results of a chain, and the memory that it will take."""
+    """Print members, plan, origin, results and memory of a chain."""
     from polybasic.chain.console import Console
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.describe import describe_chain, print_chain
 
-    folder = resolve_chain(chain)
+    folder = resolve_chain(with_small(chain, small))
     description = describe_chain(folder)
     if not as_json:
         print_chain(description, Console())
@@ -252,13 +256,13 @@ def inspect(
     if memory or dtype is not None or context_tokens is not None:
         stated = _stated_memory(folder, dtype, context_tokens, target)
     elif not as_json:
-        typer.echo(f"memory: polybasic inspect {chain} --memory")
+        note(f"next: polybasic inspect {as_named(chain, small)} --memory")
     if as_json:
         typer.echo(json.dumps(description | {"memory": stated}, ensure_ascii=False))
     elif stated is not None:
         from polybasic.deploy.bench.report.lines import stated_memory_line
 
-        typer.echo(f"memory: {stated_memory_line(stated)}")
+        say(f"memory: {stated_memory_line(stated)}", sys.stdout)
 
 
 def _stated_memory(
@@ -289,12 +293,12 @@ def _stated_memory(
     return memory.to_json() | {"available_bytes": available}
 
 
-def verify(chain: ChainArgument, target: TargetOption = None) -> None:
+def verify(chain: ChainArgument, small: SmallOption = None, target: TargetOption = None) -> None:
     """Check every file of a chain against its manifest."""
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.verify import check_chain
 
-    checked = check_chain(resolve_chain(chain), target=target)
+    checked = check_chain(resolve_chain(with_small(chain, small)), target=target)
     for warning in checked.warnings:
         note(f"warning: {warning}")
     num_files = sum(len(member.files) for member in checked.manifest.members)
@@ -302,7 +306,7 @@ def verify(chain: ChainArgument, target: TargetOption = None) -> None:
         f"{checked.folder}: whole; {counted(len(checked.manifest.members), 'member')}, "
         f"{counted(num_files + len(checked.manifest.tokenizer.files), 'file')} checked"
     )
-    note(f"next: polybasic generate {chain} -p 'Hello'")
+    note(f"next: polybasic generate {as_named(chain, small)} -p 'Hello'")
 
 
 def answer_stream() -> TextIO:
@@ -361,15 +365,18 @@ def _logit_bias(given: list[str]) -> dict[int, float]:
     return biases
 
 
-def note_bare(loaded: "Chain", reference: str) -> None:
-    """Say what a model alone is run with, and how to make it faster."""
+def note_bare(loaded: "Chain", named: str) -> None:
+    """Say how to make faster what no plan was measured for.
+
+    Args:
+        named: the chain, as the user gave it.
+    """
     from polybasic.chain.formats.bare import is_bare
 
-    if is_bare(loaded.manifest):
-        model = shlex.quote(f"target.model={reference}")
+    if is_bare(loaded.manifest) and loaded.measured_plan is None:
         note(
-            "nothing is trained here, n-grams draft; a draft head for this model: "
-            f"polybasic run own-model {model} data.conversations=CHATS.jsonl"
+            "no plan was measured on this machine yet; two minutes find what is fastest here; "
+            f"next: polybasic plan {named}"
         )
 
 

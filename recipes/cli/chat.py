@@ -36,6 +36,7 @@ from polybasic.recipes.cli.shared.options import (
     TopKOption,
     TopPOption,
     WaitOption,
+    as_named,
     remote_options,
     with_small,
 )
@@ -76,7 +77,7 @@ def chat(
         typer.Option("--tint", help="In a terminal, show which member proposed each token."),
     ] = False,
 ) -> None:
-    """Talk with a chain: each line is a question, /help lists commands.
+    """Talk with a chain. Each line is a question, /help lists commands.
 
     Ctrl-C stops an answer, and leaves when pressed twice at the prompt, as Ctrl-D does. Where the
     input is no terminal, stdout gets the answers and nothing else.
@@ -115,7 +116,7 @@ def chat(
         say=note,
         **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
-    note_bare(loaded, chain)
+    note_bare(loaded, as_named(chain, small))
     if loaded.tokenizer.chat_template is None:
         raise UserError(
             "no chat template", f"the tokenizer of {chain}", "ask with polybasic generate"

@@ -16,6 +16,7 @@ import typer
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.cpu.native import describe_kernels
 from polybasic.chain.processor import num_cores, processor_flags, processor_name
+from polybasic.chain.terminal import say
 
 _PACKAGES = (
     "polybasic",
@@ -43,7 +44,7 @@ _CPU_FLAGS = (
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print versions, device, CPU and GPU kernels, threads, extras and free disk."""
+    """Print versions, device, kernels, threads, extras, free disk."""
     findings = _findings()
     if as_json:
         typer.echo(json.dumps(findings, indent=2))
@@ -53,8 +54,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
             value = _shown_products(value)
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {entry}" for key, entry in value.items())
-        typer.echo(f"{name:<12} {value}")
-    print("next: polybasic recipes ls", file=sys.stderr)
+        say(f"{name:<12} {value}", sys.stdout, indent=13)
+    say("next: polybasic generate MODEL.gguf -p 'Hello', or polybasic recipes ls")
 
 
 def _findings() -> dict[str, Any]:

@@ -26,7 +26,7 @@ def export(
     ] = None,
     target: TargetOption = None,
 ) -> None:
-    """Write a draft head for vLLM, SGLang, EAGLE or to keep, or models for llama.cpp."""
+    """Write draft heads for other engines, models for llama.cpp."""
     from polybasic.chain.errors import UserError
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.heads.export import (

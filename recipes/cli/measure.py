@@ -23,6 +23,7 @@ from polybasic.recipes.cli.shared.options import (
     TensorParallelOption,
     TlsCertificateOption,
     WaitOption,
+    as_named,
     recipe_defaults,
     remote_options,
     with_small,
@@ -111,7 +112,10 @@ def plan(
     tensor_parallel: TensorParallelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure costs and acceptance, choose members, tree and block lengths, and explain."""
+    """Measure, and choose what runs fastest here.
+
+    Costs and acceptance decide on members, tree and block lengths, which is explained.
+    """
     from polybasic.chain.console import Console
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.files import write_json
@@ -170,7 +174,7 @@ def plan(
     if not planning.is_recorded:
         note(f"{'no plan written' if out is None else f'wrote {out}'}; the chain is as it was")
         return
-    named = chain if small is None else f"{chain} --small {small}"
+    named = as_named(chain, small)
     following = f"generate {named} --remote HOST:PORT" if link else f"bench {named}"
     note(f"wrote the plan into {folder / 'chain.json'}; next: polybasic {following}")
 
@@ -231,7 +235,7 @@ def bench(
     tensor_parallel: TensorParallelOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure systems side by side and write a report; or compare two reports."""
+    """Measure systems side by side. Writes a report, or compares two."""
     if compare is not None:
         return _compare(*compare, as_json)
     if chain is None:

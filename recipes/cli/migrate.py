@@ -11,7 +11,7 @@ from polybasic.chain.terminal import say
 def migrate(
     chain: Annotated[str, typer.Argument(metavar="CHAIN", help="A chain's folder.")],
 ) -> None:
-    """Bring the manifest of a chain that an older polybasic packed to the present version."""
+    """Bring an older chain's manifest to the present version."""
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.manifest import SCHEMA
     from polybasic.chain.formats.migration import migrate_chain

@@ -103,7 +103,7 @@ def quantize(
     dry_run: DryRunOption = False,
     hardware: HardwareOption = None,
 ) -> None:
-    """Quantize the recipe's models to 4 bits, and make what that needs."""
+    """Quantize the recipe's models, and make what that needs."""
     given = _Given("quantize", recipe, overrides, out, preset, dry_run, hardware)
     _run_until(given, ("intermediate", "small"), f"polybasic package {recipe}")
 

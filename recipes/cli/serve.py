@@ -23,6 +23,7 @@ from polybasic.recipes.cli.shared.options import (
     TensorParallelOption,
     TlsCertificateOption,
     WaitOption,
+    as_named,
     remote_options,
     with_small,
 )
@@ -125,7 +126,7 @@ def serve(
     no_optimism: WaitOption = False,
     tensor_parallel: TensorParallelOption = None,
 ) -> None:
-    """Answer requests over HTTP as OpenAI's API does, until SIGTERM or Ctrl-C."""
+    """Answer requests over HTTP as OpenAI's API does. SIGTERM or Ctrl-C ends it."""
     from polybasic.deploy.serve.settings import ServeSettings
     from polybasic.recipes.schema.loading import validated
 
@@ -165,7 +166,8 @@ def serve(
     loaded = load_chain(
         with_small(chain, small), graphs=not no_graphs, plan=plan_in(plan), **options
     )
-    note_bare(loaded, chain)
+    if plan is None:
+        note_bare(loaded, as_named(chain, small))
     if not served_model_name:
         settings = settings.model_copy(update={"model_names": (_name(loaded),)})
     app = create_app(loaded, settings)

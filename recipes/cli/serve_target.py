@@ -42,7 +42,7 @@ def serve_target(
     target: TargetOption = None,
     tensor_parallel: TensorParallelOption = None,
 ) -> None:
-    """Serve a chain's target alone to `--remote` of other commands, until SIGTERM or Ctrl-C.
+    """Serve a chain's target to `--remote` of other commands. SIGTERM or Ctrl-C ends it.
 
     The other members run where the answers are wanted; their weights need not be here.
     """

@@ -16,8 +16,10 @@ from polybasic.recipes.cli.shared.options import (
     PromptOption,
     RuleOption,
     SeedOption,
+    SmallOption,
     TargetOption,
     TemperatureOption,
+    with_small,
 )
 from polybasic.recipes.cli.shared.repeated import checked_rule
 
@@ -33,6 +35,7 @@ _KEPT, _DRAWN, _REFUSED = "green", "bold underline", "red"
 
 def trace(
     chain: ChainArgument,
+    small: SmallOption = None,
     prompt: PromptOption = None,
     file: MessagesOption = None,
     out: Annotated[
@@ -54,7 +57,7 @@ def trace(
     dtype: DtypeOption = None,
     target: TargetOption = None,
 ) -> None:
-    """Show what each round of an answer proposed, and what was kept; or where its time went."""
+    """Show an answer round by round, or where its time went."""
     from polybasic.chain.console import Console
     from polybasic.chain.formats.files import whole_file
     from polybasic.deploy import load_chain
@@ -69,7 +72,9 @@ def trace(
         "rule": checked_rule(rule, False),
         "members": members.split(",") if members is not None else None,
     }
-    loaded = load_chain(chain, dtype=dtype, target=target, graphs=False, say=note)
+    loaded = load_chain(
+        with_small(chain, small), dtype=dtype, target=target, graphs=False, say=note
+    )
     console = Console(record=svg is not None)
     rows: list[dict[str, Any]]
     if timeline:

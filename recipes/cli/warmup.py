@@ -13,7 +13,10 @@ from polybasic.recipes.cli.shared.options import (
     DeviceOption,
     DtypeOption,
     NoGraphsOption,
+    SmallOption,
     TargetOption,
+    as_named,
+    with_small,
 )
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ _NUM_PROMPT_TOKENS, _NUM_NEW_TOKENS = 300, 32
 
 def warmup(
     chain: ChainArgument,
+    small: SmallOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     context_tokens: ContextOption = None,
@@ -38,7 +42,7 @@ def warmup(
     target: TargetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile, choose and time what this machine lacks for a chain, whatever plan will run.
+    """Compile, choose and time what is lacking for a chain here.
 
     Loads the chain and answers twice with each set of members that a plan of it names, and with the
     target alone. What is made lies in the cache folder, from which later processes take it; CUDA
@@ -48,9 +52,10 @@ def warmup(
     from polybasic.deploy import load_chain
 
     begun = time.monotonic()
-    note(f"warming up {chain}: compiles, chooses and times what this machine lacks")
+    named = as_named(chain, small)
+    note(f"warming up {named}: compiles, chooses and times what this machine lacks")
     loaded = load_chain(
-        chain,
+        with_small(chain, small),
         device=device,
         dtype=dtype,
         context_tokens=context_tokens,
@@ -76,7 +81,7 @@ def warmup(
     kept = readable_bytes(sum(kind.num_bytes for kind in found))
     note(
         f"warm after {seconds:.1f} s; {counted(num_files, 'file')} ({kept}) in the cache folder; "
-        f"next: polybasic serve {chain}"
+        f"next: polybasic serve {named}"
     )
 
 

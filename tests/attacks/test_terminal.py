@@ -91,3 +91,8 @@ def test_lines_are_broken_between_words_and_commands_stay_in_one_piece() -> None
         "a-rather-long/path",
         "next: polybasic bench a-rather-long/path",
     ]
+    assert broken_between_words("plan: a\nmemory: some of it", 14, indent=2).splitlines() == [
+        "plan: a",
+        "memory: some",
+        "  of it",
+    ]

@@ -73,6 +73,17 @@ def test_a_terminal_has_a_bar_and_the_lines_that_are_said(
     assert "2 of 2" not in shown
 
 
+def test_a_bar_that_ends_early_is_full(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with ProgressReport("groups", 6) as progress:
+        progress.step()
+        progress.end_here()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert shown.rstrip().endswith("1/1 0:00:00")
+
+
 def test_a_spinner_is_shown_on_a_terminal_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ ANSWERED_TOGETHER = 8
 """Prompts at a time: a pass over so many rows costs little more than one over a single row."""
 MIN_TOKENS = 8
 """Answers are not cut shorter than this."""
-ANSWERS_SHARE = 0.2
+ANSWERS_SHARE = 0.3
 """Of the budget, by whose end prompts are answered."""
 
 

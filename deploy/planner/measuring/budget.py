@@ -58,6 +58,7 @@ class Budget:
             for done, item in enumerate(items):
                 if done and (self.seconds - began) / done > self.left(share):
                     self.leave_out(f"{num - done} of {num} {what}", is_rough=done < enough)
+                    progress.end_here()
                     return
                 yield item
                 progress.step()

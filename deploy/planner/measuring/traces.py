@@ -41,9 +41,9 @@ BLOCK_TOKENS = 16
 """Tokens that a model with a shared cache reads after the rows of the model above."""
 OWN_TEXT_TREE = Tree(depth=5, top_k=2, rows=8)
 """Shape of the drafts for an intermediate's own text where it leaves the answer."""
-TRACES_SHARE, COSTS_SHARE = 0.6, 0.85
+TRACES_SHARE, COSTS_SHARE = 0.65, 0.85
 """Of the budget, by whose end traces and costs are measured."""
-LONG_TRACES_SHARE, LONG_COSTS_SHARE = 0.35, 0.5
+LONG_TRACES_SHARE, LONG_COSTS_SHARE = 0.45, 0.6
 """The same where windows are to be tried, too."""
 
 CountsByDrafter = dict[tuple[str, str], dict[int, np.ndarray]]

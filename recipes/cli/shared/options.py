@@ -1,5 +1,6 @@
 """Options of the commands that ask a chain something."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,26 +13,33 @@ TemperatureOption = Annotated[
     float | None,
     typer.Option(help="0 is greedy.  [default: this and others: the checkpoint's own]"),
 ]
-TopKOption = Annotated[int | None, typer.Option(help="Sample among so many tokens; 0: all.")]
-TopPOption = Annotated[float | None, typer.Option(help="Sample within so much probability.")]
+TopKOption = Annotated[
+    int | None, typer.Option(help="Sample among this many likeliest tokens; 0: all.")
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(help="Sample among the likeliest tokens that together have this probability."),
+]
 MinPOption = Annotated[
-    float | None, typer.Option(help="Least probability, over that of the likeliest token.")
+    float | None,
+    typer.Option(help="Least probability of a token, as a share of the likeliest one's."),
 ]
 RepetitionPenaltyOption = Annotated[
-    float | None, typer.Option(help="Divides logits of tokens in prompt and answer; 1: off.")
+    float | None,
+    typer.Option(help="Divides the logits of tokens that prompt or answer hold; 1: off."),
 ]
 PresencePenaltyOption = Annotated[
-    float | None, typer.Option(help="Taken from logits of tokens in the answer.")
+    float | None, typer.Option(help="Subtracted from the logits of tokens that the answer holds.")
 ]
 FrequencyPenaltyOption = Annotated[
-    float | None, typer.Option(help="The same, for each time that they are in it.")
+    float | None, typer.Option(help="Subtracted for each time that a token is in the answer.")
 ]
 PromptOption = Annotated[
     str | None,
     typer.Option(
         "-p",
         "--prompt",
-        help="What the user says.  [default: piped into standard input, which - names, too]",
+        help="What the user says; - reads standard input.  [default: standard input, if piped]",
     ),
 ]
 MessagesOption = Annotated[
@@ -43,19 +51,21 @@ JsonSchemaOption = Annotated[
     typer.Option(metavar="FILE", help="The answer is JSON of this schema."),
 ]
 RegexOption = Annotated[
-    str | None, typer.Option(help="The answer matches this regular expression as a whole.")
+    str | None, typer.Option(help="The whole answer matches this regular expression.")
 ]
 ChoiceOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="The answer is this text or another one; repeated."),
+    typer.Option(
+        metavar="TEXT", help="The answer is this text, or one of several; may be repeated."
+    ),
 ]
 GrammarOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="The answer is of this grammar, in Lark's syntax."),
+    typer.Option(metavar="FILE", help="The answer follows this grammar, in Lark's syntax."),
 ]
 SeedOption = Annotated[
     int | None,
-    typer.Option(help="Of the sampling: the same seed gives the same text.  [default: drawn]"),
+    typer.Option(help="Of sampling: the same seed gives the same text.  [default: a random one]"),
 ]
 RuleOption = Annotated[
     str | None,
@@ -109,7 +119,7 @@ TensorParallelOption = Annotated[
 ContextOption = Annotated[
     int | None,
     typer.Option(
-        help="Prompt and answer together, for which caches are allocated.  "
+        help="Most tokens of prompt and answer together.  "
         "[default: what the models are made for, at most 8192]"
     ),
 ]
@@ -162,8 +172,8 @@ SmallOption = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="Of a model alone: a smaller one with its tokenizer, to run below it, in 4 bits where "
-        "its weights take more than 5.",
+        help="For a model without a chain: a smaller one with the same tokenizer, which drafts, in "
+        "4 bits where its weights take more than 5.",
     ),
 ]
 
@@ -179,6 +189,11 @@ def with_small(chain: str, small: str | None) -> str:
     from polybasic.recipes.pipeline.beside import chain_beside
 
     return str(chain_beside(chain, small))
+
+
+def as_named(chain: str, small: str | None) -> str:
+    """What a command was told of a chain, for the next one's command line."""
+    return shlex.join([chain] if small is None else [chain, "--small", small])
 
 
 def recipe_defaults(chain: Path, section: str) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.card import record_plan, shown_contexts
+from polybasic.chain.formats.card import record_plan, shown_contexts, shown_loads
 from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.manifest import read_manifest
-from polybasic.chain.formats.plan import ContextPlan, LoadPlan, MeasuredPlan, Plan, Tree
+from polybasic.chain.formats.plan import ContextPlan, LoadPlan, MeasuredPlan, Ngram, Plan, Tree
 
 ALONE = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=2))
 
@@ -94,6 +94,9 @@ def test_plans_by_context_are_recorded_and_shown(tiny_chain: Path) -> None:
     for line in shown.split("; "):
         assert line.replace(": ", " ") in shown_in(80, tiny_chain)
     assert shown_contexts(measured(), ["target"]) == {}
+    alike = ALONE.model_copy(update={"ngram": Ngram()})
+    other = ALONE.model_copy(update={"ngram": Ngram(min_match=4)})
+    assert shown_loads(by_load(_1=alike, _2=other), ["target"]) == {}, "that look alike"
 
 
 def test_plans_by_load_are_recorded_and_read(tiny_chain: Path) -> None:

@@ -34,6 +34,7 @@ def test_version_and_help() -> None:
         code, out, _ = call(command, "--help")
         assert code == 0
         assert out.startswith("Usage: polybasic")
+    assert "..." not in call("--help")[1].partition("Commands:")[2], "a summary is cut"
 
 
 @pytest.mark.parametrize(

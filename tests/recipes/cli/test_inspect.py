@@ -78,7 +78,7 @@ def test_a_target_may_lie_elsewhere_for_every_command_that_reads_a_chain(
         assert ("target" in options) == ("chain" in options), name
     moved = Path(shutil.move(tiny_chain / "target", tiny_chain.parent / "moved"))
     inspect(str(tiny_chain), target=str(moved))
-    assert "memory: " in capsys.readouterr().out
+    assert "made by: " in capsys.readouterr().out
     verify(str(tiny_chain), target=str(moved))
     load_chain(tiny_chain, target=str(moved)).close()
 

@@ -413,7 +413,7 @@ def test_the_commands_take_a_file(tmp_path: Path) -> None:
     file = written(tmp_path / "model")
     code, out, err = call("generate", file, "-p", "the", "--max-new-tokens", 4, "--verify")
     assert code == 0, err
-    assert f"polybasic run own-model target.model={file}" in err
+    assert f"next: polybasic plan {file}" in err
     code, out, _ = call("inspect", file, "--json")
     assert code == 0
     content = json.loads(out)
@@ -452,6 +452,11 @@ def test_two_files_make_three_models(tmp_path: Path) -> None:
     chain = load_chain(chain_beside(str(file), str(small)))
     assert chain.plan.members == ("target", "small")
     assert chain.plan.ngram is not None
+    assert chain.plan.flush["target"].adaptive is not None
+    for words in (("inspect",), ("verify",), ("trace", "-p", "the"), ("warmup",)):
+        code, out, err = call(words[0], file, "--small", small, *words[1:])
+        assert code == 0, err
+    assert f"next: polybasic serve {file} --small {small}" in err
     assert [member.dtype for member in chain.manifest.members] == ["bfloat16", "Q4_0"]
     other = written(tmp_path / "other", "gemma2")
     assert "another tokenizer than the target's" in refusal(*command, "--small", other)

@@ -55,11 +55,13 @@ def test_a_table_that_is_too_wide_is_turned_or_parted() -> None:
     assert printed(TABLE, 80)[2].split() == ["system", "first", "second"]
     wide = Table("Numbers", ["system", *"abcdefgh"], [["x", *"12345678"]], may_turn=True)
     assert ["h", "8"] in [line.split() for line in printed(wide, 20)], "turned"
-    parted = Table("Numbers", ["system", *"abcdefgh"], [["x", *"12345678"]])
+    cells = [["x", *"12345678"], ["all", "9", *7 * [""]]]
+    parted = Table("Numbers", ["system", *"abcdefgh"], cells)
     rows = [line.split() for line in printed(parted, 28)]
     assert ["system", "a", "b", "c", "d"] in rows
     assert ["system", "e", "f", "g", "h"] in rows
     assert ["x", "5", "6", "7", "8"] in rows
+    assert [row for row in rows if row[:1] == ["all"]] == [["all", "9"]], "none without content"
 
 
 def test_names_stay_beside_the_parts_of_a_table() -> None:
