@@ -19,7 +19,7 @@ LINES = {
     "recipes": 7_945,
     "train": 8_600,
     "benchmarks": 8_590,
-    "tests": 64_475,
+    "tests": 64_480,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

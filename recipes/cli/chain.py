@@ -193,8 +193,7 @@ def generate(
         plan=run_by,
         **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
-    if plan is None:
-        note_bare(loaded, as_named(reference, small))
+    note_bare(loaded, as_named(reference, small))
     if answers is not None:
         note(f"answered {counted(answers.complete(loaded, options), 'prompt')}; wrote {out}")
         return
@@ -366,14 +365,14 @@ def _logit_bias(given: list[str]) -> dict[int, float]:
 
 
 def note_bare(loaded: "Chain", named: str) -> None:
-    """Say how to make faster what no plan was measured for.
+    """Say how to make a model alone faster that runs as it was packed.
 
     Args:
         named: the chain, as the user gave it.
     """
     from polybasic.chain.formats.bare import is_bare
 
-    if is_bare(loaded.manifest) and loaded.measured_plan is None:
+    if is_bare(loaded.manifest) and loaded.plan == loaded.manifest.plan:
         note(
             "no plan was measured on this machine yet; two minutes find what is fastest here; "
             f"next: polybasic plan {named}"

@@ -166,8 +166,7 @@ def serve(
     loaded = load_chain(
         with_small(chain, small), graphs=not no_graphs, plan=plan_in(plan), **options
     )
-    if plan is None:
-        note_bare(loaded, as_named(chain, small))
+    note_bare(loaded, as_named(chain, small))
     if not served_model_name:
         settings = settings.model_copy(update={"model_names": (_name(loaded),)})
     app = create_app(loaded, settings)

@@ -19,7 +19,7 @@ from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, dequantize
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.models import resolve_model
-from polybasic.chain.formats.files import sha256_of_file
+from polybasic.chain.formats.files import sha256_of_file, write_json
 from polybasic.chain.formats.gguf.importing import imported
 from polybasic.chain.formats.gguf.splits import SPLITS
 from polybasic.chain.formats.gguf.tensors import Type
@@ -457,6 +457,10 @@ def test_two_files_make_three_models(tmp_path: Path) -> None:
         code, out, err = call(words[0], file, "--small", small, *words[1:])
         assert code == 0, err
     assert f"next: polybasic serve {file} --small {small}" in err
+    named = chain.plan.model_copy(update={"ngram": None}).model_dump(mode="json")
+    write_json(given := tmp_path / "plan.json", named)
+    code, out, err = call(*command, "--small", small, "--plan", given)
+    assert (code, out, "no plan was measured" in err) == (0, alone, False)
     assert [member.dtype for member in chain.manifest.members] == ["bfloat16", "Q4_0"]
     other = written(tmp_path / "other", "gemma2")
     assert "another tokenizer than the target's" in refusal(*command, "--small", other)
