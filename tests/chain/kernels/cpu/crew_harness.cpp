@@ -6,13 +6,15 @@ using polybasic::Crew;
 
 extern "C" {
 
-int crew_size(int most) { return Crew::of_caller().size(most); }
+void crew_begin(int most) { Crew::of_caller(most) = Crew(most); }
 
-void crew_note(double taken_ms, double lost_ms) {
+int crew_size(int most) { return Crew::of_caller(most).size(); }
+
+void crew_note(int most, double taken_ms, double lost_ms) {
     using Milliseconds = std::chrono::duration<double, std::milli>;
     const auto whole = [](double ms) {
         return std::chrono::duration_cast<Crew::Clock::duration>(Milliseconds(ms));
     };
-    Crew::of_caller().note(whole(taken_ms), whole(lost_ms));
+    Crew::of_caller(most).note(whole(taken_ms), whole(lost_ms));
 }
 }

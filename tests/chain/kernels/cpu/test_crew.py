@@ -22,39 +22,39 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     flags = ("-std=c++17", "-O1", "-fPIC", "-shared", f"-I{SOURCE_FOLDER}")
     subprocess.run([*compiler.command, *flags, str(HARNESS), "-o", str(built)], check=True)
     library = ctypes.CDLL(str(built))
-    library.crew_note.argtypes = (ctypes.c_double, ctypes.c_double)
+    library.crew_note.argtypes = (ctypes.c_int, ctypes.c_double, ctypes.c_double)
     return library
 
 
 @pytest.fixture
 def four(crew: ctypes.CDLL) -> ctypes.CDLL:
-    """A crew that has not run yet; another number of threads begins one."""
-    crew.crew_size(1)
+    """A crew that has not run yet."""
+    crew.crew_begin(4)
     assert crew.crew_size(4) == 4
     return crew
 
 
 def test_threads_that_are_waited_for_too_long_become_fewer(four: ctypes.CDLL) -> None:
-    four.crew_note(20, 14)  # three threads would take a third more, and wait for a quarter of it
+    four.crew_note(4, 20, 14)  # three threads would take a third more, and wait for a quarter of it
     assert four.crew_size(4) == 4
-    four.crew_note(20, 16)
+    four.crew_note(4, 20, 16)
     assert four.crew_size(4) == 3
     for _ in range(4):
-        four.crew_note(20, 60)
+        four.crew_note(4, 20, 60)
     assert four.crew_size(4) == 1
 
 
 def test_short_passes_are_judged_together(four: ctypes.CDLL) -> None:
     for _ in range(9):
-        four.crew_note(1, 3)
+        four.crew_note(4, 1, 3)
         assert four.crew_size(4) == 4
-    four.crew_note(1, 3)
+    four.crew_note(4, 1, 3)
     assert four.crew_size(4) == 3
 
 
 def test_more_threads_are_tried_again_and_less_often_in_vain(four: ctypes.CDLL) -> None:
     def seconds_until_all() -> float:
-        four.crew_note(20, 60)
+        four.crew_note(4, 20, 60)
         assert four.crew_size(4) == 3
         begin = time.monotonic()
         while four.crew_size(4) == 3:
@@ -69,8 +69,28 @@ def test_more_threads_are_tried_again_and_less_often_in_vain(four: ctypes.CDLL) 
     assert seconds_until_all() < LONGEST_PAUSE / 2
 
 
+def test_trials_that_take_long_are_seldom(four: ctypes.CDLL) -> None:
+    def seconds_until_all() -> float:
+        time.sleep(0.1)
+        four.crew_note(4, 100, 300)
+        assert four.crew_size(4) == 3
+        begin = time.monotonic()
+        while four.crew_size(4) == 3:
+            time.sleep(0.001)
+        return time.monotonic() - begin
+
+    pauses = [seconds_until_all() for _ in range(5)]
+    assert pauses[1] >= 2 * FIRST_PAUSE - 0.01
+    assert pauses[4] >= 2 * LONGEST_PAUSE - 0.01
+
+
+def test_short_passes_of_fewer_threads_bring_none_back(four: ctypes.CDLL) -> None:
+    four.crew_note(4, 20, 60)
+    assert [four.crew_size(most) for most in (4, 1, 2, 4)] == [3, 1, 2, 3]
+
+
 def test_each_caller_has_a_crew(four: ctypes.CDLL) -> None:
-    four.crew_note(20, 60)
+    four.crew_note(4, 20, 60)
     found = []
     other = threading.Thread(target=lambda: found.append(four.crew_size(4)))
     other.start()

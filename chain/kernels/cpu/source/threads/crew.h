@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <unordered_map>
 
 namespace polybasic {
 
@@ -12,15 +13,17 @@ class Crew {
 public:
     using Clock = std::chrono::steady_clock;
 
-    // The crew of the thread that calls: passes of different callers run at the same time.
-    static Crew& of_caller() {
-        static thread_local Crew crew;
-        return crew;
+    // The crew of the thread that calls, for passes of at most so many threads: passes of different callers run
+    // at the same time, and short ones that need fewer threads say little of long ones.
+    static Crew& of_caller(int most) {
+        static thread_local std::unordered_map<int, Crew> crews;
+        return crews.try_emplace(most, most).first->second;
     }
 
-    // Threads of the next pass, of `most` that it may have.
-    int size(int most) {
-        if (most != most_) *this = Crew(most);
+    explicit Crew(int most) : most_(most), size_(most) {}
+
+    // Threads of the next pass.
+    int size() {
         if (size_ < most_ && Clock::now() >= retry_) {
             ++size_;
             taken_ = lost_ = {};
@@ -37,7 +40,9 @@ public:
         // without delays the others would take size / (size - 1) as long as all do
         if (lost_ / (size_ - 1) > taken_ / size_) {
             const Clock::time_point now = Clock::now();
-            pause_ = now - retry_ < pause_ ? std::min(2 * pause_, kLongestPause) : kPause;
+            const bool in_vain = now - taken_ - retry_ < pause_;  // and it may have taken long
+            const Clock::duration longest = std::max(kLongestPause, kPauseOfTrial * taken_);
+            pause_ = in_vain ? std::min(2 * pause_, longest) : kPause;
             retry_ = now + pause_;
             --size_;
         }
@@ -48,8 +53,7 @@ private:
     static constexpr Clock::duration kWindow = std::chrono::milliseconds(10);
     static constexpr Clock::duration kPause = std::chrono::milliseconds(50);
     static constexpr Clock::duration kLongestPause = std::chrono::milliseconds(400);
-
-    explicit Crew(int most = 0) : most_(most), size_(most) {}
+    static constexpr int kPauseOfTrial = 16;  // or of as many trials: these are slow passes
 
     int most_, size_;
     Clock::duration taken_{}, lost_{};  // since the size was last judged

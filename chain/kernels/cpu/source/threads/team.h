@@ -36,8 +36,8 @@ public:
     template <class Work>
     static void run(int num_threads, Work work) {
         Team team;
-        Crew& crew = Crew::of_caller();
-        num_threads = crew.size(num_threads);
+        Crew& crew = Crew::of_caller(num_threads);
+        num_threads = crew.size();
         if (num_threads == 1 || open_mp().parallel == nullptr) {
             work(Thread{&team, 0, 1});
             return;
