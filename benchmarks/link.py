@@ -69,11 +69,14 @@ class LinkedSystem:
 
 
 @contextmanager
-def far_side(arguments: argparse.Namespace, key: Path, cpu: int | None) -> Iterator[int]:
+def far_side(
+    arguments: argparse.Namespace, key: Path, cpu: int | None, sequences: int = 2
+) -> Iterator[int]:
     """The target of a chain in a process of its own: the port that it listens at.
 
     Args:
         cpu: that it runs on; None leaves that to the system.
+        sequences: that it verifies at a time.
 
     Raises:
         UserError: it cannot be served; the process says why.
@@ -82,7 +85,7 @@ def far_side(arguments: argparse.Namespace, key: Path, cpu: int | None) -> Itera
     words += ["--key-file", str(key), "--listen", "127.0.0.1:0", "--dtype", arguments.dtype]
     threads = str(arguments.threads or 1)
     with subprocess.Popen(
-        [sys.executable, *words, "--max-num-seqs", "2"],
+        [sys.executable, *words, "--max-num-seqs", str(sequences)],
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": threads},
         text=True,

@@ -13,6 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.places import command_without_places
 from polybasic.chain.processes.interruption import Interrupted
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
+from polybasic.recipes.cli.shared.devices import DevicesOption, fleet_in
 from polybasic.recipes.cli.shared.lossy import QualityOption, check_lossy, lossy_in
 from polybasic.recipes.cli.shared.options import (
     KeyFileOption,
@@ -32,6 +33,7 @@ from polybasic.recipes.cli.shared.options import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from polybasic.deploy.planner.association import Fleet
     from polybasic.deploy.planner.run import Planning
     from polybasic.deploy.planner.settings import BenchSettings, PlanSettings
     from polybasic.recipes.pipeline.prompts import PromptSource
@@ -98,6 +100,7 @@ def plan(
     key_file: KeyFileOption = None,
     tls_certificate: TlsCertificateOption = None,
     no_optimism: WaitOption = False,
+    devices: DevicesOption = None,
     dtype: DtypeOption = None,
     target: TargetOption = None,
     out: Annotated[
@@ -130,7 +133,9 @@ def plan(
         remote=remote,
         no_write=no_write,
         measurements=measurements,
+        devices=devices,
     )
+    fleet = fleet_in(devices, link=link, remote=remote, measurements=measurements)
     if options := remote_options(remote, key_file, tls_certificate, no_optimism):
         if link is not None:
             raise UserError("two links", f"--link {link} --remote {remote}", "name one of them")
@@ -157,6 +162,8 @@ def plan(
     settings = _settings(PlanSettings, folder, given)
     if lossy is not None:
         return _plan_lossy(folder, settings, target, *lossy, as_json)
+    if fleet is not None:
+        return _associate(folder, settings, target, fleet, out, as_json)
     records = out is None and not no_write
     planning = _plan(folder, settings, target, records=records)
     if out is not None:
@@ -387,6 +394,32 @@ def _plan_lossy(
     else:
         print_tuning(tuning, quality, Console())
     note(f"wrote {out}; next: polybasic generate {folder} --plan {out}")
+
+
+def _associate(
+    folder: Path,
+    settings: "PlanSettings",
+    target: str | None,
+    fleet: "Fleet",
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from polybasic.chain.console import Console
+    from polybasic.chain.formats.files import write_json
+    from polybasic.deploy.planner.association import associate
+    from polybasic.recipes.cli.shared.devices import NO_LINK, print_association
+
+    over = settings.model_copy(update={"link": NO_LINK})
+    (measured,) = _plan(folder, over, target, records=False).measurements
+    association = associate(measured, fleet, settings.grid)
+    if out is not None:
+        write_json(out, association.to_json())
+    if as_json:
+        typer.echo(json.dumps(association.to_json(), ensure_ascii=False))
+    else:
+        print_association(association, Console())
+    if out is not None:
+        note(f"wrote {out}")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Layer:
     text: str
     content: dict[str, Any]
     positions: dict[Key, tuple[int, int]]
-    base: str | None
+    base: str | None = None
 
     def place(self, key: Key) -> str:
         """Where a key stands, for errors."""
@@ -52,17 +52,38 @@ class _Comments:
 
 
 def read_layer(path: Path) -> Layer:
-    """Read one file.
+    """Read one file of a recipe.
 
     Raises:
-        UserError: no YAML, not a mapping, a key twice, or a base that is no name.
+        UserError: as `read_keys`, or a base that is no name.
     """
-    text = read_text(path, "recipe")
-    root, content = parse_yaml(text, "recipe", str(path))
-    if not isinstance(root, yaml.MappingNode):
+    layer = read_keys(path, "recipe", "start from `polybasic recipes cp own-model`")
+    if BASE not in layer.content:
+        return layer
+    base = layer.content.pop(BASE)
+    if not isinstance(base, str):
         raise UserError(
-            "recipe holds no keys", str(path), "start from `polybasic recipes cp own-model`"
+            "base is no name",
+            f"{BASE} = {base} ({layer.place((BASE,))})",
+            "name a shipped recipe, or a file by its path from this one's folder",
         )
+    return replace(layer, base=base)
+
+
+def read_keys(path: Path, what: str, do: str) -> Layer:
+    """Read a YAML file of keys.
+
+    Args:
+        what: it is, for errors.
+        do: what to do about one without keys.
+
+    Raises:
+        UserError: no YAML, not a mapping, or a key twice.
+    """
+    text = read_text(path, what)
+    root, content = parse_yaml(text, what, str(path))
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{what} holds no keys", str(path), do)
     positions: dict[Key, tuple[int, int]] = {}
     for key, position in _keys(root):
         if key in positions:
@@ -70,14 +91,7 @@ def read_layer(path: Path) -> Layer:
             where = f"{'.'.join(key)} ({path} line {second}; first in {path} line {first})"
             raise UserError("key given twice", where, "remove one of the two")
         positions[key] = position
-    layer = Layer(path, text, content, positions, content.get(BASE))
-    if BASE in content and not isinstance(content.pop(BASE), str):
-        raise UserError(
-            "base is no name",
-            f"{BASE} = {layer.base} ({layer.place((BASE,))})",
-            "name a shipped recipe, or a file by its path from this one's folder",
-        )
-    return layer
+    return Layer(path, text, content, positions)
 
 
 def parse_yaml(text: str, what: str, where: str) -> tuple[yaml.Node | None, Any]:
