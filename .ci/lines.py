@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 29_115,
-    "deploy": 31_830,
+    "chain": 29_120,
+    "deploy": 32_140,
     "quantize": 1_400,
-    "recipes": 7_945,
+    "recipes": 8_090,
     "train": 8_600,
-    "benchmarks": 8_590,
-    "tests": 64_480,
+    "benchmarks": 8_790,
+    "tests": 64_720,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -3,14 +3,16 @@
     python benchmarks/association.py CHAIN [--seconds 20] [--turns 3] [--prompts FILE]
         [--max-new-tokens 64] [--record FILE]
 
-Each server is a process of its own (`polybasic serve-target`), each device a near side in this one,
-and a proxy between any two delays what they send. Costs are measured once, with all members here.
-The association that `polybasic plan --devices` chooses takes turns with that of the nearest servers
-and with the most expensive one: in a turn all devices answer prompts for some seconds. They wait
-for their servers, as drafting on would take cores that all of them share here.
+Each server is a process of its own (`polybasic serve-target`) on a core of its own, each device a
+near side in this process, and a proxy between any two delays what they send. Costs are measured
+once, with all members here. The association that `polybasic plan --devices` chooses takes turns
+with that of the nearest servers and with the most expensive one: in a turn all devices answer
+prompts for some seconds. They wait for their servers, as drafting on would take cores that all of
+them share here; a chain with n-grams alone below the target leaves the servers theirs.
 """
 
 import argparse
+import os
 import secrets
 import tempfile
 import time
@@ -18,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 from command import PROMPT_OPTIONS, ScriptReport, begin, load, options, positive, run
@@ -167,8 +169,8 @@ def main() -> None:
         key = Path(folder) / "key"
         key.write_text(secrets.token_hex(32))
         chains = {}
-        for server in FLEET.servers:
-            port = running.enter_context(far_side(arguments, key, None, len(FLEET.devices)))
+        for cpu, server in zip(cycle(sorted(os.sched_getaffinity(0))), FLEET.servers, strict=False):
+            port = running.enter_context(far_side(arguments, key, cpu, len(FLEET.devices)))
             for name in FLEET.devices:
                 link = pricing.pair(name, server, 1).link
                 between = running.enter_context(

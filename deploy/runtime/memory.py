@@ -271,7 +271,7 @@ def state_memory(
         num_parts: processes that the verifying members are divided among, as `check_divisible`
             allows; the first has all the rest.
     """
-    layouts = {member.name: layout for member in checked.loaded} | dict(others or {})
+    layouts = {member.name: layout for member in checked.manifest.members} | dict(others or {})
 
     def stated(shard: Shard, follower: Memory | None = None) -> Memory:
         return _state(checked, layouts, context_tokens, share_caches, sequences, shard, follower)
@@ -319,7 +319,9 @@ def _state(
         }
     passing = max(making, context_tokens * row_bytes)
     workspace = _LIBRARY_BYTES + (shard.count > 1) * _GROUP_BYTES + round(passing)
-    whole = layouts[checked.loaded[0].name], context_tokens, found, workspace, sequences
+    # beside a remote target, n-grams alone may be all that runs here
+    first = (checked.loaded or checked.manifest.members)[0]
+    whole = layouts[first.name], context_tokens, found, workspace, sequences
     return Memory(*whole, follower, shard.count, sequences * context_tokens)
 
 

@@ -87,7 +87,7 @@ def print_association(association: "Association", console: "Console") -> None:
     ]
     if others:
         console.print()
-        title = "At another server, as one device more there"
+        title = "Elsewhere, as one device more"
         print_table(
             Table(title, ["device", "server", "ms/token", "gain"], others, num_text_columns=2),
             console,

@@ -31,7 +31,7 @@ def test_who_drafts_for_whom_is_told_and_written(tiny_chain: Path, tmp_path: Pat
     servers = {name: device["server"] for name, device in told["devices"].items()}
     assert servers == {"laptop": "attic", "phone": "rack"}
     assert set(told["others"]["laptop"]) == {"rack"}
-    for word in ("2 devices", "laptop", "attic", "20 ms", "At another server"):
+    for word in ("2 devices", "laptop", "attic", "20 ms", "Elsewhere"):
         assert word in printed
     assert (tiny_chain / "chain.json").read_bytes() == before
     assert f"wrote {out}" in err
