@@ -19,7 +19,7 @@ LINES = {
     "recipes": 8_090,
     "train": 8_600,
     "benchmarks": 8_790,
-    "tests": 64_720,
+    "tests": 64_740,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -13,7 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.places import command_without_places
 from polybasic.chain.processes.interruption import Interrupted
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
-from polybasic.recipes.cli.shared.devices import DevicesOption, fleet_in
+from polybasic.recipes.cli.shared.devices import NO_LINK, DevicesOption, fleet_in
 from polybasic.recipes.cli.shared.lossy import QualityOption, check_lossy, lossy_in
 from polybasic.recipes.cli.shared.options import (
     KeyFileOption,
@@ -150,7 +150,7 @@ def plan(
         "max_seconds": max_seconds,
         "temperature": temperature,
         "rule": rule if lossy is None else None,
-        "link": link,
+        "link": link if fleet is None else NO_LINK,
         "optimistic": False if no_optimism else None,
         "dtype": dtype,
         "graphs": False if no_graphs else None,
@@ -407,10 +407,9 @@ def _associate(
     from polybasic.chain.console import Console
     from polybasic.chain.formats.files import write_json
     from polybasic.deploy.planner.association import associate
-    from polybasic.recipes.cli.shared.devices import NO_LINK, print_association
+    from polybasic.recipes.cli.shared.devices import print_association
 
-    over = settings.model_copy(update={"link": NO_LINK})
-    (measured,) = _plan(folder, over, target, records=False).measurements
+    (measured,) = _plan(folder, settings, target, records=False).measurements
     association = associate(measured, fleet, settings.grid)
     if out is not None:
         write_json(out, association.to_json())

@@ -59,6 +59,9 @@ def test_one_link_beside_those_of_devices_is_refused(tiny_chain: Path, tmp_path:
     for option in ("--link=5ms", "--remote=here:1", f"--measurements={tmp_path / 'm'}"):
         line = refusal("plan", tiny_chain, "--devices", tmp_path / "none", option)
         assert line.startswith("error: one link beside those of the devices: --devices --")
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    line = refusal("plan", tiny_chain, "--devices", tmp_path / "fleet.yaml", "--rule=block")
+    assert "a link carries the rule coupled alone, not block" in line
     assert "file of devices not found" in refusal(
         "plan", tiny_chain, "--devices", tmp_path / "none"
     )

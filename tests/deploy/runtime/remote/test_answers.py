@@ -153,6 +153,19 @@ def test_a_model_of_its_own_drafts_for_a_target_elsewhere(
     assert found.statistics.forward_passes.keys() == {"target", "draft"}
 
 
+def test_n_grams_may_be_all_that_runs_near_a_target(
+    tiny_chain_parts: ChainParts, tmp_path: Path
+) -> None:
+    folder = tmp_path / "alone"
+    package_around(folder, tiny_chain_parts.target, [], PLANS["ngram"], True)
+    local = load_chain(folder, digests=False, dtype="float32")
+    with serving(loaded_target(folder), folder) as far:
+        near = far.near()
+        assert near.memory.members == {}
+        assert answers(near, None) == answers(local, None)
+        near.engine.models.remote.close()
+
+
 def test_the_plan_is_that_of_the_link_most_like_this_one(
     far: Far, near_folder: Path, tmp_path: Path
 ) -> None:
