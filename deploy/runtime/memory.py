@@ -271,10 +271,13 @@ def state_memory(
         num_parts: processes that the verifying members are divided among, as `check_divisible`
             allows; the first has all the rest.
     """
-    layouts = {member.name: layout for member in checked.manifest.members} | dict(others or {})
+    layouts = {member.name: layout for member in checked.loaded} | dict(others or {})
+    # beside a remote target, n-grams alone may be all that runs here
+    first = layouts[checked.loaded[0].name] if checked.loaded else layout
 
     def stated(shard: Shard, follower: Memory | None = None) -> Memory:
-        return _state(checked, layouts, context_tokens, share_caches, sequences, shard, follower)
+        given = checked, layouts, first, context_tokens, share_caches, sequences, shard, follower
+        return _state(*given)
 
     # where parts are not equal, the last is the largest
     follower = None if num_parts == 1 else stated(Shard(num_parts - 1, num_parts))
@@ -284,6 +287,7 @@ def state_memory(
 def _state(
     checked: CheckedChain,
     layouts: Mapping[str, Layout],
+    first: Layout,
     context_tokens: int,
     share_caches: bool,
     sequences: int,
@@ -319,9 +323,7 @@ def _state(
         }
     passing = max(making, context_tokens * row_bytes)
     workspace = _LIBRARY_BYTES + (shard.count > 1) * _GROUP_BYTES + round(passing)
-    # beside a remote target, n-grams alone may be all that runs here
-    first = (checked.loaded or checked.manifest.members)[0]
-    whole = layouts[first.name], context_tokens, found, workspace, sequences
+    whole = first, context_tokens, found, workspace, sequences
     return Memory(*whole, follower, shard.count, sequences * context_tokens)
 
 
