@@ -52,34 +52,30 @@ def test_short_passes_are_judged_together(four: ctypes.CDLL) -> None:
     assert four.crew_size(4) == 3
 
 
-def test_more_threads_are_tried_again_and_less_often_in_vain(four: ctypes.CDLL) -> None:
-    def seconds_until_all() -> float:
-        four.crew_note(4, 20, 60)
-        assert four.crew_size(4) == 3
-        begin = time.monotonic()
-        while four.crew_size(4) == 3:
-            time.sleep(0.001)
-        return time.monotonic() - begin
+def seconds_until_all(four: ctypes.CDLL, pass_ms: float) -> float:
+    """After a pass that waits for all of its time."""
+    four.crew_note(4, pass_ms, 3 * pass_ms)
+    assert four.crew_size(4) == 3
+    begin = time.monotonic()
+    while four.crew_size(4) == 3:
+        time.sleep(0.001)
+    return time.monotonic() - begin
 
-    pauses = [seconds_until_all() for _ in range(5)]
+
+def test_more_threads_are_tried_again_and_less_often_in_vain(four: ctypes.CDLL) -> None:
+    pauses = [seconds_until_all(four, 20) for _ in range(5)]
     assert pauses[0] >= FIRST_PAUSE - 0.01
     assert pauses[2] >= 3 * FIRST_PAUSE
     assert pauses[4] >= LONGEST_PAUSE - 0.01
     time.sleep(1.1 * LONGEST_PAUSE)  # all of them for a while
-    assert seconds_until_all() < LONGEST_PAUSE / 2
+    assert seconds_until_all(four, 20) < LONGEST_PAUSE / 2
 
 
 def test_trials_that_take_long_are_seldom(four: ctypes.CDLL) -> None:
-    def seconds_until_all() -> float:
+    pauses = []
+    for _ in range(5):
         time.sleep(0.1)
-        four.crew_note(4, 100, 300)
-        assert four.crew_size(4) == 3
-        begin = time.monotonic()
-        while four.crew_size(4) == 3:
-            time.sleep(0.001)
-        return time.monotonic() - begin
-
-    pauses = [seconds_until_all() for _ in range(5)]
+        pauses.append(seconds_until_all(four, 100))
     assert pauses[1] >= 2 * FIRST_PAUSE - 0.01
     assert pauses[4] >= 2 * LONGEST_PAUSE - 0.01
 
