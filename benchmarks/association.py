@@ -72,7 +72,7 @@ def answered(
     while time.monotonic() < end:
         prompt = prompts[number % len(prompts)]
         stream = near.stream_ids(
-            prompt, arguments.max_new_tokens, sampling_of(arguments), pair.plan
+            prompt, arguments.max_new_tokens, sampling_of(arguments), pair.best.plan
         )
         tokens += sum(len(batch) for batch in stream)
         seconds += stream.statistics.seconds - stream.statistics.prefill_seconds
@@ -138,7 +138,7 @@ def report_associations(
     report.table(
         "Milliseconds a token", ["device", "server", "round trip", "predicted", "measured"], rows
     )
-    plans = {shown_plan(pair.plan, chain) for pair in best.pairs.values()}
+    plans = {shown_plan(pair.best.plan, chain) for pair in best.pairs.values()}
     report.say("\n".join(f"- plan: {plan}" for plan in sorted(plans)))
 
 

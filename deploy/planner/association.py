@@ -8,7 +8,8 @@ the best pairs are a linear assignment, so the association found is the best of 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,6 @@ from pydantic import Field, model_validator
 from scipy.optimize import linear_sum_assignment
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.plan import Plan
 from polybasic.chain.settings import Count, Factor, Settings
 from polybasic.deploy.planner.measuring.measurements import DraftCosts, Measurements, PassCosts
 from polybasic.deploy.planner.search import Candidate, choose_plan
@@ -76,7 +76,7 @@ class Pair:
 
     Attributes:
         num_devices: of that server, this one included.
-        best: its plan and what that is predicted to take, with shared passes.
+        best: the plan that the device runs by, and its predicted seconds with shared passes.
         alone_seconds: of a token that the server's target gives alone, with as many answers under
             way, and sends: no round trip lies between two of them.
     """
@@ -94,14 +94,9 @@ class Pair:
         return self.best.seconds_per_token
 
     @property
-    def plan(self) -> Plan:
-        """What the device runs by."""
-        return self.best.plan
-
-    @property
     def tokens_per_block(self) -> float:
         """That the server is asked about at a time."""
-        return self.best.predicted.rows_per_pass[self.plan.members[0]] - 1
+        return self.best.predicted.rows_per_pass[self.best.plan.members[0]] - 1
 
     @property
     def gain(self) -> float:
@@ -117,7 +112,7 @@ class Pair:
             "seconds_per_token": self.seconds,
             "seconds_of_server_alone": self.alone_seconds,
             "gain": self.gain,
-            "plan": self.plan.model_dump(mode="json"),
+            "plan": self.best.plan.model_dump(mode="json"),
         }
 
 
@@ -169,7 +164,7 @@ def associate(measurements: Measurements, fleet: Fleet, grid: PlanGrid) -> Assoc
     best, chosen = math.inf, None
     for loads in _loads(fleet):
         seats = [server for server, load in loads.items() for _ in range(load)]
-        seconds = pricing.matrix(loads, seats)
+        seconds = np.stack([pricing.column(server, loads[server]) for server in seats], axis=1)
         try:
             devices, places = linear_sum_assignment(seconds)
         except ValueError:  # a device reaches no seat
@@ -197,10 +192,8 @@ def associate(measurements: Measurements, fleet: Fleet, grid: PlanGrid) -> Assoc
         name: min(device.links, key=lambda server: Link.of(device.links[server]).round_trip_seconds)
         for name, device in fleet.devices.items()
     }
-    counts = [list(nearest.values()).count(server) for server in fleet.servers]
-    fits = all(
-        count <= fleet.most_at(server) for count, server in zip(counts, fleet.servers, strict=True)
-    )
+    counts = Counter(nearest.values())
+    fits = all(count <= fleet.most_at(server) for server, count in counts.items())
     return Association(pairs, others, pricing.pairs(nearest) if fits else None)
 
 
@@ -212,6 +205,7 @@ class Pricing:
         self._fleet, self._grid = fleet, grid.over_link
         self._simulator = Simulator(self._base)
         self._found: dict[tuple[float, str, str, int], tuple[Candidate, float]] = {}
+        self._columns: dict[tuple[str, int], NDArray[np.float64]] = {}
 
     def pair(self, device: str, server: str, num_devices: int) -> Pair:
         """A device at a server that has so many, itself included."""
@@ -234,14 +228,18 @@ class Pricing:
             for device, server in servers.items()
         }
 
-    def matrix(self, loads: Mapping[str, int], seats: Sequence[str]) -> NDArray[np.float64]:
-        """[devices, seats]: seconds a token; infinite where there is no link."""
-        seconds = np.full((len(self._fleet.devices), len(seats)), np.inf)
-        for row, (name, device) in enumerate(self._fleet.devices.items()):
-            for column, server in enumerate(seats):
-                if server in device.links:
-                    seconds[row, column] = self.pair(name, server, loads[server]).seconds
-        return seconds
+    def column(self, server: str, num_devices: int) -> NDArray[np.float64]:
+        """[devices]: seconds a token at a server of so many; infinite where there is no link."""
+        if (server, num_devices) not in self._columns:
+            self._columns[server, num_devices] = np.array(
+                [
+                    self.pair(name, server, num_devices).seconds
+                    if server in device.links
+                    else np.inf
+                    for name, device in self._fleet.devices.items()
+                ]
+            )
+        return self._columns[server, num_devices]
 
 
 def between(

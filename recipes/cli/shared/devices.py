@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polybasic.chain.errors import UserError
+from polybasic.recipes.cli.shared.options import first_given
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,8 +36,8 @@ def fleet_in(path: Path | None, **others: object) -> "Fleet | None":
     """
     if path is None:
         return None
-    if given := [name.replace("_", "-") for name, value in others.items() if value]:
-        where = f"--devices --{given[0]}"
+    if given := first_given(**others):
+        where = f"--devices --{given}"
         raise UserError("one link beside those of the devices", where, "give one of them")
     from polybasic.deploy.planner.association import Fleet
     from polybasic.recipes.schema.layers import places, read_keys
@@ -69,7 +70,7 @@ def print_association(association: "Association", console: "Console") -> None:
             f"{pair.tokens_per_block:.1f}",
             f"{1e3 * pair.seconds:.1f}",
             f"{pair.gain:.2f}x",
-            shown_members(pair.plan, pair.best.measurements.verifying),
+            shown_members(pair.best.plan, pair.best.measurements.verifying),
         ]
         for device, pair in pairs.items()
     ]

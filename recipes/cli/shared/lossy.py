@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polybasic.chain.errors import UserError
+from polybasic.recipes.cli.shared.options import first_given
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,8 +83,8 @@ def check_lossy(
             return None
         what, where = "quality of a lossless plan", f"--quality {quality:g}"
         raise UserError(what, where, f"leave it out, or give --rule {BILD}")
-    if given := [name.replace("_", "-") for name, value in others.items() if value]:
-        what, where = "of a lossless plan", f"--{given[0]}"
+    if given := first_given(**others):
+        what, where = "of a lossless plan", f"--{given}"
         raise UserError(what, where, f"leave it out beside --rule {BILD}")
     if quality is None or out is None:
         raise UserError(

@@ -196,6 +196,11 @@ def as_named(chain: str, small: str | None) -> str:
     return shlex.join([chain] if small is None else [chain, "--small", small])
 
 
+def first_given(**options: object) -> str | None:
+    """The first option that was given, as the command line has it without its dashes."""
+    return next((name.replace("_", "-") for name, value in options.items() if value), None)
+
+
 def recipe_defaults(chain: Path, section: str) -> dict[str, Any]:
     """What a chain's recipe says of them in a section, unchecked; empty where it says nothing."""
     from polybasic.chain.formats.manifest import read_manifest
