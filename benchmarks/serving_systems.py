@@ -84,7 +84,7 @@ def our_server(arguments: argparse.Namespace) -> Iterator[ServerProcess]:
     """The server of this project; earlier answers draft for none, as prompts come again."""
     command = [
         *(sys.executable, "-m", "polybasic.recipes.cli.main", "serve", arguments.chain),
-        *("--dtype", arguments.dtype, "--served-model-name", MODEL, "--memory", "off"),
+        *("--dtype", arguments.dtype, "--served-model-name", MODEL, "--no-history"),
         *("--max-num-seqs", arguments.slots, "--max-model-len", arguments.context_tokens),
     ]
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}

@@ -1,15 +1,19 @@
 """What the server's benchmark makes of what clients receive."""
 
+import argparse
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from threading import Thread
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from polybasic.chain.errors import UserError
+from polybasic.recipes.cli.main import app
 from tests.benchmarks.scripts import load_script
 
 load, systems, serving = map(load_script, ("serving_load", "serving_systems", "serving"))
@@ -177,3 +181,19 @@ def test_requests_of_the_queue_differ() -> None:
     assert len({body["seed"] for body in bodies}) == len(bodies)
     assert {body["max_tokens"] for body in islice(bodies, 48)} == set(range(1, 25))
     assert {body["stream"] for body in bodies} == {True, False}
+
+
+def test_the_server_is_started_by_options_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    @contextmanager
+    def server(name: str, command: list[Any], *given: Any) -> Iterator[None]:
+        asked.append([str(word) for word in command])
+        yield None
+
+    monkeypatch.setattr(systems, "server", server)
+    settings = {"chain": "chain", "dtype": "auto", "slots": 4, "context_tokens": 512}
+    with systems.our_server(argparse.Namespace(**settings)):
+        _, _, _, command, *words = asked[0]
+    context = get_command(app).commands[command].make_context(command, words)  # type: ignore[attr-defined]
+    assert context.params["no_history"]
