@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 29_120,
-    "deploy": 32_140,
+    "chain": 29_140,
+    "deploy": 32_950,
     "quantize": 1_400,
-    "recipes": 8_090,
-    "train": 8_600,
+    "recipes": 8_380,
+    "train": 8_720,
     "benchmarks": 8_790,
-    "tests": 64_740,
+    "tests": 65_520,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -19,7 +19,7 @@ from polybasic.chain.formats.manifest import (
     read_manifest,
     write_manifest,
 )
-from polybasic.chain.formats.plan import Flush, MeasuredPlan, Plan, Tree, Window
+from polybasic.chain.formats.plan import Flush, Judge, MeasuredPlan, Plan, Tree, Window
 from polybasic.chain.readable import counted, readable_bytes, readable_count
 
 CARD_NAME = "README.md"
@@ -180,6 +180,8 @@ def shown_rule(plan: Plan) -> str:
     """How a plan's tokens are drawn and kept, for people."""
     if plan.lossy is None:
         return f"rule: {plan.rule}"
+    if isinstance(plan.lossy, Judge):
+        return f"lossy: keeps what matters with a probability under {plan.lossy.threshold:.3g}"
     return (
         f"lossy: falls back under {plan.lossy.fallback_threshold:g}, takes back over "
         f"{plan.lossy.rollback_threshold:g}"

@@ -113,6 +113,22 @@ class BigLittle(Settings):
     )
 
 
+class Judge(Settings):
+    """Keeps tokens that are not the target's own where a classifier finds that they matter little.
+
+    AutoJudge (Garipov et al., 2025): see `polybasic.deploy.runtime.rounds.judging`.
+    """
+
+    file: str = Field(
+        min_length=1,
+        description="safetensors file of the classifier; where a plan is read from a file, "
+        "relative to that",
+    )
+    threshold: Share = Field(
+        description="probability that a token matters, from which on the target's own replaces it"
+    )
+
+
 class Plan(Settings):
     """Which members run and how."""
 
@@ -134,7 +150,7 @@ class Plan(Settings):
         description="how sampled tokens are drawn and verified: with noise that all members share, "
         "so that a seed means a text; or independently, by block or token verification",
     )
-    lossy: BigLittle | None = Field(
+    lossy: BigLittle | Judge | None = Field(
         default=None, description="what is kept beside the target's own tokens; None: nothing"
     )
 
@@ -145,7 +161,8 @@ class Plan(Settings):
 
     @model_validator(mode="after")
     def _one_rule_ends_a_block(self) -> "Plan":
-        if self.lossy is not None and any(flush.adaptive for flush in self.flush.values()):
+        falls_back = isinstance(self.lossy, BigLittle)
+        if falls_back and any(flush.adaptive for flush in self.flush.values()):
             raise ValueError("a lossy plan's blocks end by fallback_threshold, not by adaptive")
         return self
 

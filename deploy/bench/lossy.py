@@ -137,10 +137,10 @@ def tune_lossy(
     if len(prompts) < 2:
         raise UserError("too few prompts", f"{len(prompts)}", "give at least two")
     lossless = chain.plan_at(0.0)
-    base = _base(chain, lossless)
-    answer = _Answering(chain, max_new_tokens)
+    base = _in_long_blocks(proposing_plan(chain, lossless))
+    answer = Answering(chain, max_new_tokens)
     # what the first answers prepare is not timed
-    _Answering(chain, WARM_UP_TOKENS).in_turns((lossless, _with(base, 0.0, 0.0)), prompts[:1])
+    Answering(chain, WARM_UP_TOKENS).in_turns((lossless, _with(base, 0.0, 0.0)), prompts[:1])
     begun = budget.within(prompts[::2], LOSSLESS_SHARE, "prompts to tune on")
     (exact,) = answer.in_turns((lossless,), begun)
     tried: list[Tried] = []
@@ -184,7 +184,7 @@ def tune_lossy(
     )
 
 
-class _Answering:
+class Answering:
     """Answers prompts greedily, one after the other."""
 
     def __init__(self, chain: Chain, max_new_tokens: int) -> None:
@@ -202,8 +202,8 @@ class _Answering:
         return found
 
 
-def _base(chain: Chain, lossless: Plan) -> Plan:
-    """The chain's fastest plan of target and one proposing member, with long blocks.
+def proposing_plan(chain: Chain, lossless: Plan) -> Plan:
+    """The chain's fastest plan of the target and one member that proposes blocks.
 
     Raises:
         UserError: it has none.
@@ -215,14 +215,20 @@ def _base(chain: Chain, lossless: Plan) -> Plan:
             f"{chain.folder} has the target and drafters alone",
             "give it a smaller model, as by --small",
         )
-    target, measured = verifying[0], chain.measured_plans.at(0.0)
+    measured = chain.measured_plans.at(0.0)
     plans = [lossless, *(other.plan for other in (measured.others if measured else ()))]
-    for plan in (*plans, chain.plan_of((target, verifying[-1]))):
+    for plan in (*plans, chain.plan_of((verifying[0], verifying[-1]))):
         littles = [name for name in plan.members[1:] if name in verifying]
         if len(littles) == 1:
-            length = max(plan.flush[target].length, BLOCK_TOKENS)
-            return plan.model_copy(update={"flush": {target: Flush(length=length)}})
+            return plan
     raise AssertionError("the last plan has one")
+
+
+def _in_long_blocks(plan: Plan) -> Plan:
+    """Blocks end where the little member is unsure, and nowhere before."""
+    target = plan.members[0]
+    length = max(plan.flush[target].length, BLOCK_TOKENS)
+    return plan.model_copy(update={"flush": {target: Flush(length=length)}})
 
 
 def _with(plan: Plan, fallback: float, rollback: float) -> Plan:

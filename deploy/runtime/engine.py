@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.plan import Plan
+from polybasic.chain.formats.plan import BigLittle, Judge, Plan
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.readable import readable_value
@@ -26,6 +26,11 @@ from polybasic.deploy.runtime.graphs.drawing import DeviceSampler, draws_on_devi
 from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.remote.requests import check_remote, remote_stage
 from polybasic.deploy.runtime.request import Answer, Piece, Request, Statistics
+from polybasic.deploy.runtime.rounds.judging import (
+    JudgedBlockStage,
+    JudgingSampler,
+    RememberingTreeStage,
+)
 from polybasic.deploy.runtime.rounds.noise import Noise
 from polybasic.deploy.runtime.rounds.passes import Passes, VerifierPass, alone, run_together
 from polybasic.deploy.runtime.rounds.sampling import (
@@ -288,9 +293,15 @@ class Engine:
         sampler: Joiner
         parts: tuple[RoundParts, ...] = ()
         num_prompt_tokens = len(request.token_ids)
-        if plan.lossy is not None:
+        if isinstance(plan.lossy, BigLittle):
             of_block, constraint = TolerantBlockStage, request.constraint
             sampler = TolerantSampler(request.sampling, num_prompt_tokens, plan.lossy, constraint)
+        elif isinstance(plan.lossy, Judge):
+            of_tree, of_block = RememberingTreeStage, JudgedBlockStage
+            width = sum(verifier.decoder.config.hidden_size for verifier in verifiers.values())
+            sampler = JudgingSampler(
+                request.sampling, num_prompt_tokens, plan.lossy, width, request.constraint
+            )
         elif self._parts is not None and self._stays_on_device(request):
             of_tree, of_block, parts = DeviceTreeStage, DeviceBlockStage, (self._parts,)
             sampler = self._device_sampler(self._parts, request, noise)

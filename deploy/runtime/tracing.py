@@ -9,6 +9,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.runtime.engine import Engine, rounds_of
 from polybasic.deploy.runtime.request import Request
+from polybasic.deploy.runtime.rounds.judging import JudgedBlockStage, RememberingTreeStage
 from polybasic.deploy.runtime.rounds.passes import Passes
 from polybasic.deploy.runtime.rounds.stages import Block, BlockStage, Kept, Round, Stage, TreeStage
 from polybasic.deploy.runtime.rounds.tolerance import TolerantBlockStage
@@ -87,6 +88,8 @@ def traced(engine: Engine, request: Request) -> Iterator[tuple[list[int], list[T
             TreeStage: _TracedTreeStage,
             BlockStage: _TracedBlockStage,
             TolerantBlockStage: _TracedTolerantStage,
+            RememberingTreeStage: _TracedRememberingStage,
+            JudgedBlockStage: _TracedJudgedStage,
         }[kind]
         stage: Stage = of_kind(*given)
         stage.log = log  # type: ignore[attr-defined]
@@ -168,6 +171,14 @@ class _TracedBlockStage(BlockStage):
 
 class _TracedTolerantStage(_TracedBlockStage, TolerantBlockStage):
     """The same of a lossy plan."""
+
+
+class _TracedRememberingStage(_TracedTreeStage, RememberingTreeStage):
+    """The same below a judge."""
+
+
+class _TracedJudgedStage(_TracedBlockStage, JudgedBlockStage):
+    """The same of a judge."""
 
 
 def _kept(places: list[int], proposed: list[int], gained: list[int]) -> list[int]:

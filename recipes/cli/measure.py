@@ -12,9 +12,16 @@ import typer
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.places import command_without_places
 from polybasic.chain.processes.interruption import Interrupted
-from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.chain import ChainArgument, JsonOption
 from polybasic.recipes.cli.shared.devices import NO_LINK, DevicesOption, fleet_in
-from polybasic.recipes.cli.shared.lossy import QualityOption, check_lossy, lossy_in
+from polybasic.recipes.cli.shared.lossy import (
+    AUTOJUDGE,
+    QualityOption,
+    RunCodeOption,
+    check_lossy,
+    lossy_in,
+)
 from polybasic.recipes.cli.shared.options import (
     KeyFileOption,
     NoGraphsOption,
@@ -70,6 +77,14 @@ DtypeOption = Annotated[
 ]
 
 
+JUDGE_DEFAULTS: dict[str, Any] = {
+    "max_seconds": 1800.0,
+    "max_new_tokens": 256,
+    "num_prompts_per_task": 96,
+}
+"""A judge's answers are to come to their end, and are many."""
+
+
 def plan(
     chain: ChainArgument,
     small: SmallOption = None,
@@ -78,17 +93,20 @@ def plan(
     max_new_tokens: NewTokensOption = None,
     max_seconds: Annotated[
         float | None,
-        typer.Option(help="Of measuring; what does not fit is left out.  [default: 120]"),
+        typer.Option(
+            help="Of measuring; what does not fit is left out.  [default: 120; of autojudge 1800]"
+        ),
     ] = None,
     temperature: TemperatureOption = None,
     rule: Annotated[
         str | None,
         typer.Option(
-            help="How tokens are drawn: coupled, block, token or auto; bild is lossy, see "
-            "--quality.  [default: that of the chain's recipe, else auto]"
+            help="How tokens are drawn: coupled, block, token or auto; bild and autojudge are "
+            "lossy, see --quality.  [default: that of the chain's recipe, else auto]"
         ),
     ] = None,
     quality: QualityOption = None,
+    run_code: RunCodeOption = False,
     link: Annotated[
         str | None,
         typer.Option(
@@ -129,6 +147,7 @@ def plan(
         rule,
         quality,
         out,
+        run_code,
         link=link,
         remote=remote,
         no_write=no_write,
@@ -142,7 +161,7 @@ def plan(
         from polybasic.deploy.runtime.load import measured_link
 
         link = str(measured_link(chain, target=target, **options))
-        note(f"the link to {remote}: {link}")
+        say(f"the link to {remote}: {link}")
     given = {
         "prompts": prompts,
         "num_prompts_per_task": num_prompts_per_task,
@@ -157,9 +176,13 @@ def plan(
         "tensor_parallel": tensor_parallel,
     }
     given = {key: value for key, value in given.items() if value is not None}
+    if rule == AUTOJUDGE:
+        given = JUDGE_DEFAULTS | given
     validated(PlanSettings, given, {}, "on the command line")
     folder = resolve_chain(with_small(chain, small))
     settings = _settings(PlanSettings, folder, given)
+    if lossy is not None and rule == AUTOJUDGE:
+        return _judge(folder, settings, prompts, run_code, target, *lossy, as_json)
     if lossy is not None:
         return _plan_lossy(folder, settings, target, *lossy, as_json)
     if fleet is not None:
@@ -171,7 +194,7 @@ def plan(
     if measurements is not None:
         content = [group.to_json() for group in planning.measurements]
         write_json(measurements, content, indent=None)
-        note(f"wrote {measurements}")
+        say(f"wrote {measurements}")
     if as_json:
         typer.echo(json.dumps(planning.measured.model_dump(mode="json"), ensure_ascii=False))
     else:
@@ -179,11 +202,11 @@ def plan(
 
         print_explanation(planning.measured.explanation, Console())
     if not planning.is_recorded:
-        note(f"{'no plan written' if out is None else f'wrote {out}'}; the chain is as it was")
+        say(f"{'no plan written' if out is None else f'wrote {out}'}; the chain is as it was")
         return
     named = as_named(chain, small)
     following = f"generate {named} --remote HOST:PORT" if link else f"bench {named}"
-    note(f"wrote the plan into {folder / 'chain.json'}; next: polybasic {following}")
+    say(f"wrote the plan into {folder / 'chain.json'}; next: polybasic {following}")
 
 
 def bench(
@@ -286,12 +309,12 @@ def bench(
     command = command_without_places(["polybasic", *sys.argv[1:]])
     beside = None if place == folder / "report" else place
     shown = source.shown
-    report = bench_chain(folder, settings, note, beside, command, shown, target, run_beside)
+    report = bench_chain(folder, settings, say, beside, command, shown, target, run_beside)
     if as_json:
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
         print_report(report, Console())
-    note(f"wrote {place / 'report.html'}; next: polybasic inspect {folder if small else chain}")
+    say(f"wrote {place / 'report.html'}; next: polybasic inspect {folder if small else chain}")
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> None:
@@ -328,15 +351,15 @@ def _planned(
         shared["rule"] = settings.rule
     if is_planned_here:
         planning, path = split_questions(path, folder / "report")
-        note(f"bench: plans on a third of {source.shown}, which is then left out")
+        say(f"bench: plans on a third of {source.shown}, which is then left out")
         here = _settings(PlanSettings, folder, shared | {"prompts": str(planning)})
         _announce(here)
         _plan(folder, here, target, source.shown)
     elif why := read_manifest(folder).lacks(hardware, settings.dtype, settings.temperature):
         if is_taken_as_it_is:
-            note(f"bench: {why}; by --no-plan it runs as it is")
+            say(f"bench: {why}; by --no-plan it runs as it is")
         else:
-            note(f"bench: {why}: plans first; --no-plan leaves that out")
+            say(f"bench: {why}: plans first; --no-plan leaves that out")
             here = _settings(PlanSettings, folder, shared)
             _announce(here)
             _plan(folder, here, target)
@@ -344,7 +367,7 @@ def _planned(
 
 
 def _announce(settings: "PlanSettings") -> None:
-    note(
+    say(
         f"bench: planning takes at most about {settings.max_seconds:.0f} seconds beside loading, "
         "and writes the plan into the chain; stopped before its end, it keeps nothing"
     )
@@ -370,7 +393,7 @@ def _plan(
     from polybasic.deploy.planner.run import plan_chain
 
     with _planned_on(folder, settings, records) as (given, shown):
-        return plan_chain(folder, given, note, named or shown, target, records)
+        return plan_chain(folder, given, say, named or shown, target, records)
 
 
 def _plan_lossy(
@@ -382,18 +405,40 @@ def _plan_lossy(
     as_json: bool,
 ) -> None:
     from polybasic.chain.console import Console
-    from polybasic.chain.formats.files import write_json
-    from polybasic.recipes.cli.shared.lossy import print_tuning, tuned
+    from polybasic.recipes.cli.shared.lossy import print_tuning, tuned, write_lossy
 
     with _planned_on(folder, settings, records=False) as (given, shown):
-        note(f"plan: prompts are {shown}")
-        tuning = tuned(folder, given, quality, target, note)
-    write_json(out, tuning.plan.model_dump(mode="json"))
+        say(f"plan: prompts are {shown}")
+        tuning = tuned(folder, given, quality, target, say)
+    write_lossy(out, tuning.plan)
     if as_json:
         typer.echo(json.dumps(tuning.to_json(), ensure_ascii=False))
     else:
         print_tuning(tuning, quality, Console())
-    note(f"wrote {out}; next: polybasic generate {folder} --plan {out}")
+    say(f"wrote {out}; next: polybasic generate {folder} --plan {out}")
+
+
+def _judge(
+    folder: Path,
+    settings: "PlanSettings",
+    prompts: str | None,
+    run_code: bool,
+    target: str | None,
+    quality: float,
+    out: Path,
+    as_json: bool,
+) -> None:
+    from polybasic.chain.console import Console
+    from polybasic.recipes.cli.shared.judged import judged, print_judged
+    from polybasic.recipes.cli.shared.lossy import write_lossy
+
+    found = judged(folder, settings, prompts, run_code, target, quality, out, say)
+    write_lossy(out, found.tuning.plan)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
+    else:
+        print_judged(found, quality, Console())
+    say(f"wrote {out} and {found.file}; next: polybasic generate {folder} --plan {out}")
 
 
 def _associate(
@@ -418,7 +463,7 @@ def _associate(
     else:
         print_association(association, Console())
     if out is not None:
-        note(f"wrote {out}")
+        say(f"wrote {out}")
 
 
 @contextmanager
@@ -461,7 +506,7 @@ def _written(
     if source.is_heldout:
         source, path = prompts_of_run(source, folder, made, name)
         if path is None:
-            note(
+            say(
                 "the held-out conversations of its run are not beside this chain: shipped "
                 "prompts stand in for them; --prompts FILE names others"
             )

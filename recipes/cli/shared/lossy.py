@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polybasic.chain.formats.plan import Plan
+    from polybasic.deploy import Chain
     from polybasic.deploy.bench.lossy import Tuning
     from polybasic.deploy.planner.settings import PlanSettings
 
-BILD = "bild"
-"""The rule of a plan that is lossy."""
+BILD, AUTOJUDGE = "bild", "autojudge"
+"""Rules of plans that are lossy."""
+LOSSY_RULES = (BILD, AUTOJUDGE)
 
 PlanFileOption = Annotated[
     Path | None,
@@ -31,7 +33,15 @@ QualityOption = Annotated[
     typer.Option(
         min=0,
         max=1,
-        help="With --rule bild, which is lossy: least share of tokens that are the target's own.",
+        help="With a lossy rule: least share of tokens that are the target's own (bild), or of the "
+        "questions that the target answers rightly (autojudge).",
+    ),
+]
+RunCodeOption = Annotated[
+    bool,
+    typer.Option(
+        "--run-code",
+        help="With --rule autojudge: run the programs of answers, apart and without a network.",
     ),
 ]
 
@@ -40,18 +50,24 @@ def plan_in(path: Path | None) -> "Plan | None":
     """The plan of a file, be it one that was measured.
 
     Raises:
-        UserError: no such file, or it holds no plan.
+        UserError: no such file, or it holds no plan; its judge is missing.
     """
     if path is None:
         return None
     from polybasic.chain.formats.files import read_json
-    from polybasic.chain.formats.plan import MeasuredPlan, Plan
+    from polybasic.chain.formats.plan import Judge, MeasuredPlan, Plan
     from polybasic.recipes.schema.loading import validated
 
     content = read_json(path, "plan")
     if isinstance(content, dict) and "plan" in content:
         return validated(MeasuredPlan, content, {}, str(path)).plan
-    return validated(Plan, content, {}, str(path))
+    plan = validated(Plan, content, {}, str(path))
+    if not isinstance(plan.lossy, Judge):
+        return plan
+    file = path.resolve().parent / plan.lossy.file
+    if not file.is_file():
+        raise UserError("judge not found", f"{file}, lossy.file of {path}", "put it there")
+    return _with_judge_at(plan, str(file))
 
 
 def lossy_in(path: Path | None) -> "Plan | None":
@@ -62,13 +78,13 @@ def lossy_in(path: Path | None) -> "Plan | None":
     """
     plan = plan_in(path)
     if plan is not None and plan.is_lossless:
-        do = "name what polybasic plan --rule bild wrote; lossless plans run as system polybasic"
+        do = f"name what polybasic plan --rule {BILD} wrote; lossless plans run as polybasic"
         raise UserError("plan is not lossy", str(path), do)
     return plan
 
 
 def check_lossy(
-    rule: str | None, quality: float | None, out: Path | None, **others: Any
+    rule: str | None, quality: float | None, out: Path | None, run_code: bool, **others: Any
 ) -> tuple[float, Path] | None:
     """Quality and place of a lossy plan, if one is asked for.
 
@@ -76,20 +92,23 @@ def check_lossy(
         others: what only lossless plans are made with, by option.
 
     Raises:
-        UserError: a quality of another rule, no quality, no place for the plan, or one of these.
+        UserError: what another rule asks for, no quality, no place for the plan, or one of these.
     """
-    if rule != BILD:
+    if run_code and rule != AUTOJUDGE:
+        do = f"leave it out, or give --rule {AUTOJUDGE}"
+        raise UserError("programs of another rule's answers", "--run-code", do)
+    if rule not in LOSSY_RULES:
         if quality is None:
             return None
         what, where = "quality of a lossless plan", f"--quality {quality:g}"
-        raise UserError(what, where, f"leave it out, or give --rule {BILD}")
+        raise UserError(what, where, f"leave it out, or give --rule {BILD} or {AUTOJUDGE}")
     if given := first_given(**others):
         what, where = "of a lossless plan", f"--{given}"
-        raise UserError(what, where, f"leave it out beside --rule {BILD}")
+        raise UserError(what, where, f"leave it out beside --rule {rule}")
     if quality is None or out is None:
         raise UserError(
             "a lossy plan is asked for each time, and no chain carries it",
-            f"--rule {BILD} without {'--quality' if quality is None else '--out'}",
+            f"--rule {rule} without {'--quality' if quality is None else '--out'}",
             "give --quality SHARE and --out FILE; polybasic generate --plan FILE then runs it",
         )
     return quality, out
@@ -113,18 +132,52 @@ def tuned(
         UserError: as `polybasic.deploy.bench.lossy.tune_lossy`; a temperature; the chain cannot
             be loaded.
     """
-    from polybasic.deploy import load_chain
     from polybasic.deploy.bench.lossy import tune_lossy
     from polybasic.deploy.planner.measuring.budget import Budget
     from polybasic.deploy.planner.run import first_turns
+
+    with greedy_chain(folder, settings, target, say) as chain:
+        prompts, budget = first_turns(chain, settings), Budget(settings.max_seconds)
+        return tune_lossy(chain, prompts, quality, settings.max_new_tokens, budget, say)
+
+
+def greedy_chain(
+    folder: Path, settings: "PlanSettings", target: str | None, say: "Callable[[str], None]"
+) -> "Chain":
+    """A chain to tune a lossy plan of.
+
+    Raises:
+        UserError: a temperature; the chain cannot be loaded.
+    """
+    from polybasic.deploy import load_chain
 
     if settings.temperature:
         where = f"temperature={settings.temperature:g}"
         raise UserError("a lossy plan does not draw", where, "use temperature 0")
     options = settings.model_dump(include={"dtype", "graphs", "tensor_parallel"})
-    with load_chain(folder, target=target, say=say, temperature=0.0, **options) as chain:
-        prompts, budget = first_turns(chain, settings), Budget(settings.max_seconds)
-        return tune_lossy(chain, prompts, quality, settings.max_new_tokens, budget, say)
+    return load_chain(folder, target=target, say=say, temperature=0.0, **options)
+
+
+def write_lossy(path: Path, plan: "Plan") -> None:
+    """Write a lossy plan; its judge lies beside it.
+
+    Raises:
+        UserError: the disk is full or not writable.
+    """
+    from polybasic.chain.formats.files import write_json
+    from polybasic.chain.formats.plan import Judge
+
+    if isinstance(plan.lossy, Judge):
+        plan = _with_judge_at(plan, Path(plan.lossy.file).name)
+    write_json(path, plan.model_dump(mode="json"))
+
+
+def _with_judge_at(plan: "Plan", file: str) -> "Plan":
+    from polybasic.chain.formats.plan import Judge
+
+    assert isinstance(plan.lossy, Judge)
+    judge = Judge(file=file, threshold=plan.lossy.threshold)
+    return plan.model_copy(update={"lossy": judge})
 
 
 def print_tuning(tuning: "Tuning", quality: float, console: "Console") -> None:
