@@ -189,13 +189,13 @@ def generate(
         graphs=not no_graphs,
         tensor_parallel=tensor_parallel,
         target=target,
-        say=note,
+        say=say,
         plan=run_by,
         **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
     note_bare(loaded, as_named(reference, small))
     if answers is not None:
-        note(f"answered {counted(answers.complete(loaded, options), 'prompt')}; wrote {out}")
+        say(f"answered {counted(answers.complete(loaded, options), 'prompt')}; wrote {out}")
         return
     assert question is not None
     if as_json or no_stream:
@@ -219,11 +219,11 @@ def generate(
     sources = _shown_defaults(defaults)
     if by_recipe and loaded.default_sampling.temperature != planned.temperature:
         sources = f"; by the chain's recipe: temperature {planned.temperature:g}{sources}"
-    note(statistics_line(statistics) + sources)
+    say(statistics_line(statistics) + sources)
     if verify:
         sampling = loaded.sampling(**settings | {"seed": statistics.seed})
         line, is_well = compare_with_target(loaded, question, options, sampling, token_ids)
-        note(line)
+        say(line)
         if not is_well:
             raise typer.Exit(1)
 
@@ -255,7 +255,7 @@ def inspect(
     if memory or dtype is not None or context_tokens is not None:
         stated = _stated_memory(folder, dtype, context_tokens, target)
     elif not as_json:
-        note(f"next: polybasic inspect {as_named(chain, small)} --memory")
+        say(f"next: polybasic inspect {as_named(chain, small)} --memory")
     if as_json:
         typer.echo(json.dumps(description | {"memory": stated}, ensure_ascii=False))
     elif stated is not None:
@@ -277,12 +277,12 @@ def _stated_memory(
         if member.reference.path is None and source and not source.startswith((".", "/")):
             model = f"{source}@{revision}" if revision else source
             if not has_weights(model):
-                note(f"memory: not stated, {member.name} ({model}) is not on this machine yet")
+                say(f"memory: not stated, {member.name} ({model}) is not on this machine yet")
                 return None
     try:
         checked = check_chain(folder, digests=False, target=target)
     except UserError as error:
-        note(f"memory: not stated, {error}")
+        say(f"memory: not stated, {error}")
         return None
     from polybasic.deploy.runtime.load import stated_memory
     from polybasic.deploy.runtime.options import LoadOptions
@@ -299,13 +299,13 @@ def verify(chain: ChainArgument, small: SmallOption = None, target: TargetOption
 
     checked = check_chain(resolve_chain(with_small(chain, small)), target=target)
     for warning in checked.warnings:
-        note(f"warning: {warning}")
+        say(f"warning: {warning}")
     num_files = sum(len(member.files) for member in checked.manifest.members)
     typer.echo(
         f"{checked.folder}: whole; {counted(len(checked.manifest.members), 'member')}, "
         f"{counted(num_files + len(checked.manifest.tokenizer.files), 'file')} checked"
     )
-    note(f"next: polybasic generate {as_named(chain, small)} -p 'Hello'")
+    say(f"next: polybasic generate {as_named(chain, small)} -p 'Hello'")
 
 
 def answer_stream() -> TextIO:
@@ -373,12 +373,7 @@ def note_bare(loaded: "Chain", named: str) -> None:
     from polybasic.chain.formats.bare import is_bare
 
     if is_bare(loaded.manifest) and loaded.plan == loaded.manifest.plan:
-        note(
+        say(
             "no plan was measured on this machine yet; two minutes find what is fastest here; "
             f"next: polybasic plan {named}"
         )
-
-
-def note(line: str) -> None:
-    """A line for people, on stderr."""
-    say(line)

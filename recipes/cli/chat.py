@@ -12,7 +12,8 @@ import typer
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.processes.interruption import Interrupted, record_signals
-from polybasic.recipes.cli.chain import ChainArgument, note, note_bare
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.chain import ChainArgument, note_bare
 from polybasic.recipes.cli.shared.options import (
     ContextOption,
     DtypeOption,
@@ -113,7 +114,7 @@ def chat(
         tensor_parallel=tensor_parallel,
         sequences=1,
         target=target,
-        say=note,
+        say=say,
         **remote_options(remote, key_file, tls_certificate, no_optimism),
     )
     note_bare(loaded, as_named(chain, small))
@@ -129,7 +130,7 @@ def chat(
     show = partial(TintedAnswer, loaded) if is_tinted else ShownAnswer
     if sys.stdin.isatty():
         names = ", ".join(conversation.members or loaded.plan.members)
-        note(f"{names}; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves")
+        say(f"{names}; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves")
         if is_tinted:
             TintedAnswer(loaded).explain()
         _talk(conversation, show)
@@ -150,16 +151,16 @@ def _talk(conversation: "Conversation", show: Callable[[], ShownAnswer]) -> None
                 print("> ", end="", file=sys.stderr, flush=True)
             line = input("> " if sys.stdout.isatty() else "")
         except EOFError:
-            note("")
+            say("")
             return
         except Interrupted:
             raise
         except KeyboardInterrupt:
-            note("")
+            say("")
             if is_leaving:
                 return
             is_leaving = True
-            note("once more to leave")
+            say("once more to leave")
             continue
         is_leaving, num_answers = False, len(conversation.costs)
         try:
@@ -168,13 +169,13 @@ def _talk(conversation: "Conversation", show: Callable[[], ShownAnswer]) -> None
             if received.number == signal.SIGTERM:
                 raise Interrupted(signal.SIGTERM, "the conversation is not kept")
             if received.number == signal.SIGINT:
-                note("stopped")
+                say("stopped")
             elif len(conversation.costs) > num_answers:
                 cost = conversation.costs[-1]
                 length = f"{cost.mean_accepted_length:.2f} tokens per target pass"
-                note(f"({cost.tokens_per_second:.0f} tokens/s, {length})")
+                say(f"({cost.tokens_per_second:.0f} tokens/s, {length})")
         except UserError as error:
-            note(f"error: {error}")
+            say(f"error: {error}")
             continue
         if not goes_on:
             return

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.chain import ChainArgument
 from polybasic.recipes.cli.shared.options import TargetOption
 
 GGUF = "gguf"
@@ -43,7 +44,7 @@ def export(
     if to == INT8:
         folder = export_compact(resolve_chain(chain), member, out, target)
         typer.echo(str(folder))
-        note(f"wrote the head in 8 bits; next: polybasic run own-model draft.model={folder}")
+        say(f"wrote the head in 8 bits; next: polybasic run own-model draft.model={folder}")
         return
     engine = next((known for known in ENGINES if known == to), None)
     if engine is None:
@@ -52,12 +53,12 @@ def export(
     exported = export_head(resolve_chain(chain), engine, member, out, target)
     typer.echo(str(exported.folder))
     for warning in exported.warnings:
-        note(f"warning: {warning}")
+        say(f"warning: {warning}")
     if engine != "eagle":
         for folder in exported.four_bit_copies:
-            note(f"{folder}, its 4-bit copy, is an ordinary AWQ model: it can be served instead")
+            say(f"{folder}, its 4-bit copy, is an ordinary AWQ model: it can be served instead")
     command = launch_command(engine, exported)
-    note(f"wrote {exported.member} into {exported.folder}; next: {command}")
+    say(f"wrote {exported.member} into {exported.folder}; next: {command}")
 
 
 def _export_models(chain: Path, member: str | None, out: Path | None, target: str | None) -> None:
@@ -68,7 +69,7 @@ def _export_models(chain: Path, member: str | None, out: Path | None, target: st
     exported = export_gguf(chain, member, out, target)
     typer.echo(str(exported.folder))
     for warning in exported.warnings:
-        note(f"warning: {warning}")
+        say(f"warning: {warning}")
     for file in exported.files.values():
-        note(f"{file}: {readable_bytes(file.stat().st_size)}")
-    note(f"next: {exported.command}")
+        say(f"{file}: {readable_bytes(file.stat().st_size)}")
+    say(f"next: {exported.command}")

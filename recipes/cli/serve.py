@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.cli.chain import ChainArgument, note, note_bare
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.chain import ChainArgument, note_bare
 from polybasic.recipes.cli.shared.lossy import PlanFileOption, plan_in
 from polybasic.recipes.cli.shared.options import (
     DeviceOption,
@@ -158,7 +159,7 @@ def serve(
     if not (settings.allowed_hosts or settings.api_keys) and _is_loopback(listening):
         named = dict.fromkeys(("localhost", host.lower(), "127.0.0.1", "::1"))
         settings = settings.model_copy(update={"allowed_hosts": tuple(named)})
-    options: dict[str, Any] = {"dtype": dtype, "context_tokens": max_model_len, "say": note}
+    options: dict[str, Any] = {"dtype": dtype, "context_tokens": max_model_len, "say": say}
     options |= {"sequences": max_num_seqs, "cache_tokens": cache_tokens}
     options |= {"device": device, "target": target}
     options |= remote_options(remote, key_file, tls_certificate, no_optimism)
@@ -176,7 +177,7 @@ def serve(
     address = listening.getsockname()
     log_to_stderr(settings.log_format)
     about = "\n".join(_about(loaded, settings, f"http://{host}:{address[1]}"))
-    Server(app, shutdown_timeout, lambda: note(about)).run([listening])
+    Server(app, shutdown_timeout, lambda: say(about)).run([listening])
     if (lost := app.state.service.scheduler.lost) is not None:
         raise lost
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.chain import ChainArgument
 from polybasic.recipes.cli.shared.options import (
     ContextOption,
     DeviceOption,
@@ -57,16 +58,16 @@ def serve_target(
     key = read_key(key_file)
     tls = None if tls_cert is None or tls_key is None else server_tls(tls_cert, tls_key)
     listening = listening_at(listen)
-    options: dict[str, Any] = {"dtype": dtype, "context_tokens": context_tokens, "say": note}
+    options: dict[str, Any] = {"dtype": dtype, "context_tokens": context_tokens, "say": say}
     options |= {"sequences": max_num_seqs, "device": device, "tensor_parallel": tensor_parallel}
     loaded = load_target(chain, target=target, **options)
-    server = TargetServer(loaded, key, listening, tls, idle_timeout, note)
+    server = TargetServer(loaded, key, listening, tls, idle_timeout, say)
     host, port = listening.getsockname()[:2]
-    note(_about(loaded, f"{host}:{port}", tls is not None))
+    say(_about(loaded, f"{host}:{port}", tls is not None))
     try:
         server.run()
     except KeyboardInterrupt:
-        note("ended; answers under way can go on where it is started again")
+        say("ended; answers under way can go on where it is started again")
     finally:
         server.close()
 

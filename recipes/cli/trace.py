@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.recipes.cli.chain import ChainArgument, note
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.chain import ChainArgument
 from polybasic.recipes.cli.shared.asked import check_source, one_prompt
 from polybasic.recipes.cli.shared.options import (
     DtypeOption,
@@ -72,9 +73,7 @@ def trace(
         "rule": checked_rule(rule, False),
         "members": members.split(",") if members is not None else None,
     }
-    loaded = load_chain(
-        with_small(chain, small), dtype=dtype, target=target, graphs=False, say=note
-    )
+    loaded = load_chain(with_small(chain, small), dtype=dtype, target=target, graphs=False, say=say)
     console = Console(record=svg is not None)
     rows: list[dict[str, Any]]
     if timeline:
@@ -94,11 +93,11 @@ def trace(
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         with whole_file(out) as partial:
             partial.write_text("".join(lines), "utf-8")
-        note(f"wrote {out}: {len(rows)} {what}")
+        say(f"wrote {out}: {len(rows)} {what}")
     if svg is not None:
         with whole_file(svg) as partial:
             partial.write_text(console.export_svg(title="polybasic trace"), "utf-8")
-        note(f"wrote {svg}")
+        say(f"wrote {svg}")
 
 
 class _Shown:

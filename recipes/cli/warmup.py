@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polybasic.chain.readable import counted, readable_bytes
-from polybasic.recipes.cli.chain import ChainArgument, JsonOption, note
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.chain import ChainArgument, JsonOption
 from polybasic.recipes.cli.shared.options import (
     ContextOption,
     DeviceOption,
@@ -53,7 +54,7 @@ def warmup(
 
     begun = time.monotonic()
     named = as_named(chain, small)
-    note(f"warming up {named}: compiles, chooses and times what this machine lacks")
+    say(f"warming up {named}: compiles, chooses and times what this machine lacks")
     loaded = load_chain(
         with_small(chain, small),
         device=device,
@@ -62,7 +63,7 @@ def warmup(
         sequences=max_num_seqs,
         graphs=not no_graphs,
         target=target,
-        say=note,
+        say=say,
     )
     steps = [{"step": "load", "seconds": time.monotonic() - begun}]
     with loaded:
@@ -79,7 +80,7 @@ def warmup(
         for step in steps:
             typer.echo(f"{step['seconds']:8.2f} s  {step['step']}")
     kept = readable_bytes(sum(kind.num_bytes for kind in found))
-    note(
+    say(
         f"warm after {seconds:.1f} s; {counted(num_files, 'file')} ({kept}) in the cache folder; "
         f"next: polybasic serve {named}"
     )

@@ -10,7 +10,8 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.readable import counted
-from polybasic.recipes.cli.chain import note, statistics_line
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.chain import statistics_line
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain, Piece
@@ -109,7 +110,7 @@ class Conversation:
                 break
             forgotten += 2
         if num_tokens <= room and forgotten > self.num_forgotten:
-            note(
+            say(
                 f"the context of {room:,} tokens is full: of {len(self.turns)} turns, the "
                 f"{forgotten} oldest are no longer read"
             )
@@ -136,13 +137,13 @@ def run_command(line: str, conversation: Conversation) -> bool:
 def _stats(conversation: Conversation, _: str) -> None:
     costs = conversation.costs
     if not costs:
-        note("no answer is complete yet")
+        say("no answer is complete yet")
         return
-    note(f"last answer: {statistics_line(costs[-1])}")
+    say(f"last answer: {statistics_line(costs[-1])}")
     for members in dict.fromkeys(tuple(cost.forward_passes) for cost in costs):
         of_these = [cost for cost in costs if tuple(cost.forward_passes) == members]
         number = counted(len(of_these), "answer")
-        note(f"{number} by {', '.join(members)}: {statistics_line(_sum(of_these))}")
+        say(f"{number} by {', '.join(members)}: {statistics_line(_sum(of_these))}")
 
 
 def _sum(costs: list["Statistics"]) -> "Statistics":
@@ -163,7 +164,7 @@ def _sum(costs: list["Statistics"]) -> "Statistics":
 def _target(conversation: Conversation, _: str) -> None:
     conversation.is_target_alone = not conversation.is_target_alone
     names = conversation.members or conversation.chain.plan.members
-    note(f"answering: {', '.join(names)}{' alone' if conversation.is_target_alone else ''}")
+    say(f"answering: {', '.join(names)}{' alone' if conversation.is_target_alone else ''}")
 
 
 def _plan(conversation: Conversation, _: str) -> None:
@@ -179,19 +180,19 @@ def _plan(conversation: Conversation, _: str) -> None:
     verifying = [member.name for member in chain.manifest.verifying]
     predicted = chain.predicted_seconds_per_token(plan)
     measured = f"; predicted {1000 * predicted:.2f} ms a token" if predicted else ""
-    note(f"plan: {shown_plan(plan, verifying)}{measured}")
+    say(f"plan: {shown_plan(plan, verifying)}{measured}")
 
 
 def _system(conversation: Conversation, text: str) -> None:
     conversation.system = text
-    note("the system prompt is set" if text else "there is no system prompt")
+    say("the system prompt is set" if text else "there is no system prompt")
 
 
 def _set(conversation: Conversation, argument: str) -> None:
     name, _, given = argument.partition(" ")
     name, options = name.replace("-", "_"), conversation.options
     if not name:
-        note(", ".join(f"{setting} {options.get(setting, 'default')}" for setting in _NUMBERS))
+        say(", ".join(f"{setting} {options.get(setting, 'default')}" for setting in _NUMBERS))
         return
     if name not in _NUMBERS:
         raise UserError("unknown setting", f"/set {argument}", f"use one of {', '.join(_NUMBERS)}")
@@ -207,12 +208,12 @@ def _set(conversation: Conversation, argument: str) -> None:
     if changed["max_new_tokens"] < 1:
         raise UserError("value out of range", f"/set {argument}", "use 1 or more")
     conversation.options = changed
-    note(f"{name} is {changed.get(name, 'by default')}")
+    say(f"{name} is {changed.get(name, 'by default')}")
 
 
 def _reset(conversation: Conversation, _: str) -> None:
     conversation.turns, conversation.num_forgotten = [], 0
-    note("the conversation begins anew")
+    say("the conversation begins anew")
 
 
 def _save(conversation: Conversation, name: str) -> None:
@@ -225,14 +226,14 @@ def _save(conversation: Conversation, name: str) -> None:
         for message in [*messages, *conversation.turns]
     ]
     write_json(Path(name), [{"conversations": turns}])
-    note(f"wrote {name}")
+    say(f"wrote {name}")
 
 
 def _help(_: Conversation, __: str) -> None:
     for name, (_act, does) in _COMMANDS.items():
-        note(f"/{name:<8} {does}")
-    note("/quit     leaves, as Ctrl-D does; Ctrl-C stops an answer")
-    note("//...     asks what begins with a slash")
+        say(f"/{name:<8} {does}")
+    say("/quit     leaves, as Ctrl-D does; Ctrl-C stops an answer")
+    say("//...     asks what begins with a slash")
 
 
 _COMMANDS: dict[str, tuple[Callable[[Conversation, str], None], str]] = {
