@@ -136,7 +136,8 @@ class Miner:
         """
         left, engine = self._max_new_tokens - (len(begun) - num_prompt), self._chain.engine
         mismatches: deque[Mismatch] = deque()
-        if left <= 0:
+        is_over = left <= 0 or (len(begun) > num_prompt and begun[-1] in self._chain.stop_tokens)
+        if is_over:
             return begun, mismatches
 
         def make(kind: type[Stage], *given: Any) -> Stage:

@@ -98,6 +98,19 @@ def test_what_leaves_the_answer_the_same_stays_and_other_tokens_are_taken_back(
     assert all(found.matters)
 
 
+def test_a_token_that_ends_an_answer_is_judged_by_what_stands_before_it(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    miner, _ = search(chain, lambda text: 7)
+    ends = miner.asked[1][0][-1]
+    monkeypatch.setattr(chain, "stop_tokens", frozenset({ends}))
+    miner, _ = search(chain, lambda text: 7)
+    over = [(begun, tokens) for begun, tokens in miner.asked if begun[-1] == ends]
+    assert over
+    assert all(tokens == begun for begun, tokens in over)
+    assert all(ends not in tokens[len(begun) : -1] for begun, tokens in miner.asked)
+
+
 def test_answers_to_nothing_and_spent_time_judge_nothing(chain: Chain) -> None:
     _, none = search(chain, lambda text: None)
     assert (none.num_asked, none.num_searched, none.matters) == (3, 0, [])
