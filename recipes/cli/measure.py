@@ -182,7 +182,9 @@ def plan(
     folder = resolve_chain(with_small(chain, small))
     settings = _settings(PlanSettings, folder, given)
     if lossy is not None and rule == AUTOJUDGE:
-        return _judge(folder, settings, prompts, run_code, target, *lossy, as_json)
+        from polybasic.recipes.cli.shared.judged import plan_judge
+
+        return plan_judge(folder, settings, prompts, run_code, target, *lossy, as_json)
     if lossy is not None:
         return _plan_lossy(folder, settings, target, *lossy, as_json)
     if fleet is not None:
@@ -404,41 +406,14 @@ def _plan_lossy(
     out: Path,
     as_json: bool,
 ) -> None:
-    from polybasic.chain.console import Console
-    from polybasic.recipes.cli.shared.lossy import print_tuning, tuned, write_lossy
+    from polybasic.recipes.cli.shared.lossy import print_tuning, show_lossy, tuned, write_lossy
 
     with _planned_on(folder, settings, records=False) as (given, shown):
         say(f"plan: prompts are {shown}")
         tuning = tuned(folder, given, quality, target, say)
     write_lossy(out, tuning.plan)
-    if as_json:
-        typer.echo(json.dumps(tuning.to_json(), ensure_ascii=False))
-    else:
-        print_tuning(tuning, quality, Console())
+    show_lossy(tuning, quality, print_tuning, as_json)
     say(f"wrote {out}; next: polybasic generate {folder} --plan {out}")
-
-
-def _judge(
-    folder: Path,
-    settings: "PlanSettings",
-    prompts: str | None,
-    run_code: bool,
-    target: str | None,
-    quality: float,
-    out: Path,
-    as_json: bool,
-) -> None:
-    from polybasic.chain.console import Console
-    from polybasic.recipes.cli.shared.judged import judged, print_judged
-    from polybasic.recipes.cli.shared.lossy import write_lossy
-
-    found = judged(folder, settings, prompts, run_code, target, quality, out, say)
-    write_lossy(out, found.tuning.plan)
-    if as_json:
-        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
-    else:
-        print_judged(found, quality, Console())
-    say(f"wrote {out} and {found.file}; next: polybasic generate {folder} --plan {out}")
 
 
 def _associate(

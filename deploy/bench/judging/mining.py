@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Plan
-from polybasic.deploy.bench.judging.questions import CheckedQuestion
+from polybasic.deploy.bench.judging.questions import Asked, CheckedQuestion
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.runtime.chain import Chain
 from polybasic.deploy.runtime.engine import rounds_of
@@ -81,19 +81,14 @@ class Miner:
 
     def mine(
         self,
-        questions: Sequence[CheckedQuestion],
-        prompts: Sequence[list[int]],
+        asked: Sequence[Asked],
         budget: Budget,
         share: float,
     ) -> Mined:
-        """Judge tokens of answers to as many questions as a share of the budget allows.
-
-        Args:
-            prompts: token ids, for each question.
-        """
-        found, pairs = Mined(), list(zip(questions, prompts, strict=True))
+        """Judge tokens of answers to as many questions as a share of the budget allows."""
+        found = Mined()
         try:
-            for question, prompt in budget.within(pairs, share, "questions to judge tokens of"):
+            for question, prompt in budget.within(asked, share, "questions to judge tokens of"):
                 found.num_asked += 1
                 self._search(found, question, prompt, budget, share)
         finally:

@@ -86,9 +86,18 @@ class CheckedQuestion:
     result: Callable[[str], float | None]
     right: float
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """As a chain encodes them."""
+        return [{"role": "user", "content": self.turn}]
+
     def is_right(self, text: str) -> bool:
         """Whether the text of an answer is right."""
         return self.result(text) == self.right
+
+
+Asked = tuple[CheckedQuestion, list[int]]
+"""A question, and the token ids of its prompt."""
 
 
 def made_questions(num: int, seed: int = 0) -> list[CheckedQuestion]:

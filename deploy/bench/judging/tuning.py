@@ -10,7 +10,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.plan import Judge, Plan
 from polybasic.deploy.bench.bootstrap import estimate
 from polybasic.deploy.bench.judging.mining import answer_text
-from polybasic.deploy.bench.judging.questions import CheckedQuestion
+from polybasic.deploy.bench.judging.questions import Asked, CheckedQuestion
 from polybasic.deploy.bench.lossy import Answered, Answering, Prompt
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.runtime.chain import Chain
@@ -87,7 +87,7 @@ class JudgeTuner:
         self,
         thresholds: Sequence[float],
         quality: float,
-        questions: tuple[Sequence[CheckedQuestion], Sequence[CheckedQuestion]],
+        questions: tuple[Sequence[Asked], Sequence[Asked]],
         budget: Budget,
         share: float,
         say: Callable[[str], None],
@@ -131,13 +131,13 @@ class JudgeTuner:
         judge = Judge(file=self._file, threshold=threshold)
         return self._base.model_copy(update={"lossy": judge})
 
-    def _points(self, plans: Sequence[Plan], questions: Iterable[CheckedQuestion]) -> list[Point]:
+    def _points(self, plans: Sequence[Plan], questions: Iterable[Asked]) -> list[Point]:
         asked: list[CheckedQuestion] = []
 
         def prompts() -> Iterator[Prompt]:
-            for question in questions:
+            for question, prompt in questions:
                 asked.append(question)
-                yield question.task, prompt_of(self._chain, question)
+                yield question.task, prompt
 
         exact, *lossy = self._answering.in_turns((self.lossless, *plans), prompts())
         scores = [self._right(asked, answers) for answers in (exact, *lossy)]
@@ -151,11 +151,6 @@ class JudgeTuner:
             question.is_right(answer_text(self._chain, tokens))
             for question, tokens in zip(questions, answers.token_ids, strict=True)
         ]
-
-
-def prompt_of(chain: Chain, question: CheckedQuestion) -> list[int]:
-    """Token ids of a question."""
-    return chain.encode([{"role": "user", "content": question.turn}])
 
 
 def _point(

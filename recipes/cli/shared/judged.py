@@ -1,12 +1,17 @@
 """AutoJudge: tokens judged, a judge trained of them, and a threshold chosen and shown."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polybasic.chain.errors import UserError
-from polybasic.recipes.cli.shared.lossy import greedy_chain
+from polybasic.chain.terminal import say
+from polybasic.recipes.cli.shared.lossy import (
+    greedy_chain,
+    print_thresholds,
+    show_lossy,
+    write_lossy,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +61,23 @@ class Judged:
         }
 
 
+def plan_judge(
+    folder: Path,
+    settings: "PlanSettings",
+    prompts: str | None,
+    runs_code: bool,
+    target: str | None,
+    quality: float,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """What `polybasic plan --rule autojudge` does; arguments are those of `judged`."""
+    found = judged(folder, settings, prompts, runs_code, target, quality, out)
+    write_lossy(out, found.tuning.plan)
+    show_lossy(found, quality, print_judged, as_json)
+    say(f"wrote {out} and {found.file}; next: polybasic generate {folder} --plan {out}")
+
+
 def judged(
     folder: Path,
     settings: "PlanSettings",
@@ -64,7 +86,6 @@ def judged(
     target: str | None,
     quality: float,
     out: Path,
-    say: Callable[[str], None],
 ) -> Judged:
     """Train a judge for a chain, and choose its threshold.
 
@@ -83,7 +104,7 @@ def judged(
     """
     from polybasic.deploy.bench.judging.mining import Miner
     from polybasic.deploy.bench.judging.questions import made_questions, read_checked
-    from polybasic.deploy.bench.judging.tuning import JudgeTuner, prompt_of
+    from polybasic.deploy.bench.judging.tuning import JudgeTuner
     from polybasic.deploy.bench.lossy import proposing_plan
     from polybasic.deploy.planner.measuring.budget import Budget
     from polybasic.train.judge import fit_judge, write_judge
@@ -96,19 +117,18 @@ def judged(
     file = out.with_suffix(".safetensors")
     with greedy_chain(folder, settings, target, say) as chain:
         room = chain.engine.context_tokens - settings.max_new_tokens
-        questions = [each for each in questions if len(prompt_of(chain, each)) <= room]
-        if len(questions) < MIN_QUESTIONS:
+        encoded = [(each, chain.encode(each.messages)) for each in questions]
+        asked = [(question, prompt) for question, prompt in encoded if len(prompt) <= room]
+        if len(asked) < MIN_QUESTIONS:
             raise UserError(
                 "too few questions that fit the context",
-                f"{len(questions)} in {room} tokens",
+                f"{len(asked)} in {room} tokens",
                 f"give {MIN_QUESTIONS} at least, or fewer --max-new-tokens",
             )
         base, budget = proposing_plan(chain, chain.plan_at(0.0)), Budget(settings.max_seconds)
-        to_mine = questions[::2]
-        say(f"autojudge: {len(questions)} questions; judges tokens of {len(to_mine)} at most")
-        asked = [prompt_of(chain, question) for question in to_mine]
-        miner = Miner(chain, base, settings.max_new_tokens)
-        mined = miner.mine(to_mine, asked, budget, MINING_SHARE)
+        to_mine = asked[::2]
+        say(f"autojudge: {len(asked)} questions; judges tokens of {len(to_mine)} at most")
+        mined = Miner(chain, base, settings.max_new_tokens).mine(to_mine, budget, MINING_SHARE)
         say(
             f"autojudge: {len(mined.matters)} tokens of answers to {mined.num_searched} of "
             f"{mined.num_asked} questions; {sum(mined.matters)} matter"
@@ -118,7 +138,7 @@ def judged(
         say(f"wrote the judge into {file}; chooses a threshold on other questions")
         thresholds = sorted({judging.threshold(recall) for recall in RECALLS})
         tuner = JudgeTuner(chain, base, str(file.resolve()), settings.max_new_tokens)
-        others = questions[1::4], questions[3::4]
+        others = asked[1::4], asked[3::4]
         tuning = tuner.tune(thresholds, quality, others, budget, CHOOSING_SHARE, say)
     return Judged(file, mined, judging, tuning, tuple(budget.left_out))
 
@@ -126,38 +146,29 @@ def judged(
 def print_judged(found: Judged, quality: float, console: "Console") -> None:
     """Print what a judge gains and loses, and the thresholds that were tried."""
     from polybasic.chain.readable import counted
-    from polybasic.chain.tables import Table, print_table
+    from polybasic.chain.tables import Table
 
     point, judging = found.tuning.measured, found.judging
     low, high = point.speedup_bounds
     ours, lossless = point.score
-    console.print(
+    lines = [
         f"Lossy: {point.speedup:.2f}x of the lossless plan ({low:.2f}-{high:.2f}); of "
         f"{counted(point.num_questions, 'question')} {ours} are answered rightly, by the lossless "
         f"plan {lossless}; {point.own:.1%} of tokens the target's own",
-        style="bold",
-        highlight=False,
-    )
-    console.print(
         f"The judge: trained on {counted(len(judging.matters), 'token')}, of which "
         f"{int(judging.matters.sum())} matter; of other questions it tells such a token from "
         f"another {judging.area:.0%} of the time (50% by chance).",
-        highlight=False,
-    )
+    ]
     if judging.area <= CHANCE:
-        console.print(
+        lines.append(
             "That is no better than chance: what it keeps is kept at random. Give more questions "
-            "and time.",
-            highlight=False,
+            "and time."
         )
     if point.quality < quality:
-        console.print(
+        lines.append(
             f"There it is below the {quality:.0%} of the lossless plan's score that were asked "
-            "for: ask for more, or give more questions and time.",
-            highlight=False,
+            "for: ask for more, or give more questions and time."
         )
-    for what in found.left_out:
-        console.print(f"Left out for want of time: {what}.", highlight=False)
     rows = [
         [
             f"{each.threshold:.3f}",
@@ -169,14 +180,7 @@ def print_judged(found: Judged, quality: float, console: "Console") -> None:
         ]
         for each in found.tuning.curve
     ]
-    header = [
-        "threshold",
-        "harmless kept",
-        "speedup",
-        "right",
-        "own",
-        "identical",
-    ]
-    console.print()
+    header = ["threshold", "harmless kept", "speedup", "right", "own", "identical"]
     num = counted(found.tuning.curve[0].num_questions, "question")
-    print_table(Table(f"Thresholds, on {num} to choose by", header, rows), console)
+    table = Table(f"Thresholds, on {num} to choose by", header, rows)
+    print_thresholds(lines, found.left_out, table, console)

@@ -1,5 +1,6 @@
 """Plans from files, and lossy ones: asked for, tuned and shown."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +10,12 @@ from polybasic.chain.errors import UserError
 from polybasic.recipes.cli.shared.options import first_given
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
     from polybasic.chain.formats.plan import Plan
+    from polybasic.chain.tables import Table
     from polybasic.deploy import Chain
     from polybasic.deploy.bench.lossy import Tuning
     from polybasic.deploy.planner.settings import PlanSettings
@@ -180,34 +182,38 @@ def _with_judge_at(plan: "Plan", file: str) -> "Plan":
     return plan.model_copy(update={"lossy": judge})
 
 
+def show_lossy(
+    found: Any, quality: float, show: "Callable[[Any, float, Console], None]", as_json: bool
+) -> None:
+    """Print what was found of a lossy plan, as JSON or for people."""
+    from polybasic.chain.console import Console
+
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
+    else:
+        show(found, quality, Console())
+
+
 def print_tuning(tuning: "Tuning", quality: float, console: "Console") -> None:
     """Print what a lossy plan gains and loses, and the thresholds that were tried."""
     from polybasic.chain.readable import counted
-    from polybasic.chain.tables import Table, print_table
+    from polybasic.chain.tables import Table
 
     low, high = tuning.speedup_bounds
     least, most = tuning.quality_bounds
     tuned_on, measured_on = tuning.num_prompts
-    console.print(
+    lines = [
         f"Lossy: {tuning.speedup:.2f}x of the lossless plan ({low:.2f}-{high:.2f}), "
         f"{tuning.quality:.1%} of tokens the target's own ({least:.1%}-{most:.1%}), "
         f"{tuning.identical:.0%} of answers identical",
-        style="bold",
-        highlight=False,
-    )
-    console.print(
         f"Tuned on {counted(tuned_on, 'prompt')}, measured on {counted(measured_on, 'other')} in "
         "turns, after their prompts were read.",
-        highlight=False,
-    )
+    ]
     if tuning.quality < quality:
-        console.print(
+        lines.append(
             f"There it is below the {quality:.1%} that were asked for: ask for more, or tune on "
-            "more prompts (--num-prompts-per-task).",
-            highlight=False,
+            "more prompts (--num-prompts-per-task)."
         )
-    for what in tuning.left_out:
-        console.print(f"Left out for want of time: {what}.", highlight=False)
     rows = [
         [
             f"{tried.fallback_threshold:g}",
@@ -219,5 +225,23 @@ def print_tuning(tuning: "Tuning", quality: float, console: "Console") -> None:
         for tried in tuning.tried
     ]
     header = ["falls back under", "takes back over", "speedup", "quality", "identical"]
+    table = Table("Thresholds, on the prompts that were tuned on", header, rows)
+    print_thresholds(lines, tuning.left_out, table, console)
+
+
+def print_thresholds(
+    lines: "Sequence[str]", left_out: "Sequence[str]", table: "Table", console: "Console"
+) -> None:
+    """Print what was found, the most important first, and the thresholds that were tried.
+
+    Args:
+        left_out: what there was no time for, in words.
+    """
+    from polybasic.chain.tables import print_table
+
+    first, *others = lines
+    console.print(first, style="bold", highlight=False)
+    for line in (*others, *(f"Left out for want of time: {what}." for what in left_out)):
+        console.print(line, highlight=False)
     console.print()
-    print_table(Table("Thresholds, on the prompts that were tuned on", header, rows), console)
+    print_table(table, console)

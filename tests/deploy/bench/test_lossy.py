@@ -1,7 +1,6 @@
 """Tuning of a lossy plan, against answers whose speed and quality are known."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from polybasic.deploy.bench.lossy import BLOCK_TOKENS, Tuning, tune_lossy
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.runtime.request import Statistics
 from polybasic.deploy.runtime.rounds.sampling import Sampling
+from tests.deploy.bench.streams import FakeStream
 
 TREE = Tree(depth=1, top_k=1, rows=2)
 LOSSLESS = Plan(members=("target", "small"), tree=TREE, flush={"target": Flush(length=4)})
@@ -76,16 +76,6 @@ class FakeChain:
             num_tolerated=strange,
         )
         return FakeStream([strange or 0], statistics)
-
-
-class FakeStream:
-    """Tokens, then what they cost."""
-
-    def __init__(self, tokens: list[int], statistics: Statistics) -> None:
-        self._tokens, self.statistics = tokens, statistics
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield self._tokens
 
 
 def tune(chain: FakeChain, quality: float, prompts: Any = PROMPTS, seconds: float = 1e6) -> Tuning:

@@ -48,8 +48,8 @@ def search(
     chain: Chain, result: Callable[[str], float | None], max_seconds: float = 1e9
 ) -> tuple[Search, Mined]:
     miner, question = Search(chain), CheckedQuestion("any", "", result, 1)
-    questions = [question] * len(PROMPTS)
-    return miner, miner.mine(questions, PROMPTS, Budget(max_seconds), 1.0)
+    asked = [(question, prompt) for prompt in PROMPTS]
+    return miner, miner.mine(asked, Budget(max_seconds), 1.0)
 
 
 def own(chain: Chain, prompt: list[int], num: int) -> list[int]:

@@ -12,6 +12,7 @@ from polybasic.deploy.bench.judging.tuning import JudgeTuner, JudgeTuning
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.runtime.request import Statistics
 from polybasic.deploy.runtime.rounds.sampling import Sampling
+from tests.deploy.bench.streams import FakeStream
 
 BASE = Plan(
     members=("target", "small"),
@@ -37,9 +38,6 @@ class FakeChain:
         assert temperature == 0
         return BASE
 
-    def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        return [int(messages[0]["content"])]
-
     def stream_ids(self, prompt: list[int], num_tokens: int, sampling: Sampling, plan: Plan) -> Any:
         assert sampling.is_greedy
         threshold = plan.lossy.threshold if isinstance(plan.lossy, Judge) else None
@@ -60,18 +58,9 @@ class FakeChain:
         return FakeStream([int(prompt[0] % 5 < right)], statistics)
 
 
-class FakeStream:
-    """Tokens, then what they cost."""
-
-    def __init__(self, tokens: list[int], statistics: Statistics) -> None:
-        self._tokens, self.statistics = tokens, statistics
-
-    def __iter__(self) -> Any:
-        yield self._tokens
-
-
 def tuned(chain: FakeChain, quality: float, said: list[str] | None = None) -> JudgeTuning:
-    questions = [CheckedQuestion("numbers", str(number), float, 1) for number in range(10)]
+    question = CheckedQuestion("numbers", "", float, 1)
+    questions = [(question, [number]) for number in range(10)]
     tuner = JudgeTuner(chain, BASE, "judge.safetensors", NUM_TOKENS)  # type: ignore[arg-type]
     say = (lambda line: None) if said is None else said.append
     budget = Budget(1e9)
