@@ -71,8 +71,15 @@ def check_rows(target: ConfigFile) -> None:
     """Refuse a model whose matrices do not divide into blocks of Q4_0.
 
     Raises:
-        UserError: the first that has rows which are no multiple of `GROUP` long.
+        UserError: the first that has rows which are no multiple of `GROUP` long, or an
+            encoder-decoder, whose products read no blocks.
     """
+    if target.decoder.encoder is not None:
+        raise UserError(
+            "an encoder-decoder gets no copy in few bits",
+            f"{target.path}",
+            "leave it as it is: small.quantize=false",
+        )
     for name, (out_size, in_size) in linear_shapes(target.decoder).items():
         if in_size % GROUP:
             raise UserError(

@@ -19,10 +19,15 @@ from transformers import (
     LlamaTokenizer,
     PreTrainedTokenizerBase,
     Qwen2Tokenizer,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5Tokenizer,
 )
 
 VOCAB_SIZE = 320
 """Larger than the tokenizers', as Qwen's and Phi's are."""
+T5_VOCAB_SIZE = 48
+"""Likewise."""
 CONTEXT_TOKENS = 512
 CHATML = (
     "{% for message in messages %}"
@@ -232,6 +237,53 @@ def write_family(
         _store_as_pickles(folder)
     tokenizer.save_pretrained(folder)
     _write_legacy_config(folder / "config.json")
+
+
+def t5_tokenizer() -> PreTrainedTokenizerBase:
+    """T5's kind: a token for padding, which the decoder starts from, and an end after each text."""
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz.,:?", "▁the", "ing"]
+    vocabulary = [(piece, -float(index + 1)) for index, piece in enumerate(pieces)]
+    return T5Tokenizer(vocab=vocabulary, extra_ids=0)
+
+
+def write_t5(
+    folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> None:
+    """Write a random checkpoint of FLAN-T5's kind with its tokenizer.
+
+    Args:
+        folder: to write.
+        seed: of the weights.
+        changes: of the config, as transformers names it.
+    """
+    shape = {
+        "vocab_size": T5_VOCAB_SIZE,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 96,
+        "num_layers": 3,
+        "num_decoder_layers": 3,
+        "num_heads": 3,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "decoder_start_token_id": 0,
+        "initializer_factor": 1.0,
+    }
+    torch.manual_seed(seed)
+    model = T5ForConditionalGeneration(T5Config(**(shape | changes)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+            elif "relative_attention_bias" in name:
+                parameter.normal_(0, 1)
+    # as in FLAN-T5, apart from the embedding
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(T5_VOCAB_SIZE, model.config.d_model))
+    model.to(dtype).save_pretrained(folder)
+    t5_tokenizer().save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"tie_word_embeddings": False}))
 
 
 def _store_as_pickles(folder: Path) -> None:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from polybasic.chain.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.deploy import load_chain
 from polybasic.recipes.pipeline.run import run_recipe
 from polybasic.recipes.schema.loading import load_recipe
-from tests.checkpoints import write_family
+from tests.checkpoints import write_family, write_t5
+from tests.recipes.command_line import call, refusal
 from tests.recipes.conversations import write_conversations
 
 RECIPE = """\
@@ -76,3 +78,41 @@ def test_a_family_from_checkpoint_to_answers(family: str, tmp_path: Path) -> Non
         **prompt_ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
     )[0, prompt_ids["input_ids"].shape[1] :]
     assert answer.token_ids == expected.tolist()
+
+
+def test_a_cascade_of_encoder_decoders(tmp_path: Path) -> None:
+    """A recipe's chain of three that are nobody's copy, and the same from the command line."""
+    for seed, name in enumerate(("target", "base", "smallest")):
+        write_t5(tmp_path / name, seed=seed, num_layers=3 - seed, num_decoder_layers=3 - seed)
+    given = [
+        f"target.model={tmp_path / 'target'}",
+        f"small.model={tmp_path / 'base'}",
+        f"package.intermediates={{smallest: {tmp_path / 'smallest'}}}",
+    ]
+    recipe = load_recipe("flan-t5-cascade", given)
+    run_recipe(recipe, tmp_path / "out", "polybasic package", only=("chain",))
+    assert read_manifest(tmp_path / "out" / "chain").plan.members == ("target", "small", "smallest")
+
+    prompt = "the sea is as old as the rain in the north"
+    command = ("generate", tmp_path / "target", "-p", prompt, "--max-new-tokens", NEW_TOKENS)
+    code, alone, err = call(*command)
+    assert code == 0, err
+    small = ("--small", tmp_path / "base", "--small", tmp_path / "smallest")
+    members = ("--members", "target,small,smaller", "--verify")
+    code, out, err = call(*command, *small, *members)
+    assert (code, out) == (0, alone), err
+    assert "smaller " in err.partition("forward passes: ")[2]
+    answer = load_chain(tmp_path / "out" / "chain").generate(prompt, max_new_tokens=NEW_TOKENS)
+    assert answer.text.strip() == alone.strip()
+    assert len(answer.statistics.forward_passes) == 3
+
+    fifth = (*small, "--small", tmp_path / "base", "--small", tmp_path / "base")
+    assert "too many smaller models: --small" in refusal(*command, *fifth)
+    for change, message in (
+        ("small.quantize=true", "an encoder-decoder gets no copy in few bits"),
+        ("train.kind=eagle2", "an encoder-decoder gets no draft head"),
+        ("quantize={}", "unsupported architecture: model_type 't5'"),
+    ):
+        made = load_recipe("flan-t5-cascade", [*given, change])
+        with pytest.raises(UserError, match=message):
+            run_recipe(made, tmp_path / "other", "polybasic package", only=("chain",))

@@ -190,6 +190,8 @@ def check_fit(
         if member.name not in elsewhere:
             check_shapes(member.kind, config.folder, config.of(member.kind), group_size)
     _check_feature_layers(members, configs)
+    for member in others:
+        _check_encoder(target, member, configs)
     return configs
 
 
@@ -363,6 +365,17 @@ def _check_vocab_size(target: Member, other: Member, configs: dict[str, ConfigFi
             "vocab_size differs",
             f"{found} in the config of {other.name}, {expected} in that of {target.name}",
             "all members of a chain share the target's vocabulary",
+        )
+
+
+def _check_encoder(target: Member, other: Member, configs: dict[str, ConfigFile]) -> None:
+    ours, theirs = (configs[member.name].of(member.kind).encoder for member in (target, other))
+    start, found = (None if each is None else each.start_token_id for each in (ours, theirs))
+    if found != start:
+        raise UserError(
+            "members read prompts in different ways",
+            f"start token {found} in the config of {other.name}, {start} in that of {target.name}",
+            "all members are decoders, or encoder-decoders with one start token",
         )
 
 

@@ -45,8 +45,8 @@ class Backend(ABC):
         self.device, self.dtype = device, dtype
 
     def takes(self, config: DecoderConfig) -> bool:
-        """Whether its executor runs models of this config."""
-        return True
+        """Whether its executor runs models of this config; PyTorch's runs all."""
+        return config.encoder is None
 
     @abstractmethod
     def dense(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

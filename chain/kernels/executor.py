@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,17 @@ from polybasic.chain.kernels.weights import ModelWeights
 Layers = Sequence[Tensor]
 """The cache of a sequence: one [2K, capacity, H] a layer, keys first; K key/value heads of size
 H. Rows that were never written are finite."""
+
+
+@runtime_checkable
+class HoldsSource(Protocol):
+    """What `Layers` of an encoder-decoder are, too.
+
+    Attributes:
+        num_source: leading rows that hold the source; set by the pass that reads it.
+    """
+
+    num_source: int
 
 
 @dataclass(frozen=True)
@@ -85,12 +96,14 @@ class Executor(ABC):
             that whole rounds can be captured (`polybasic.chain.kernels.torch.rows`).
         is_batch_invariant: whether a row gets the same bits in any company, alone or in a tree, a
             prompt or a pass over several sequences.
+        reads_whole_prompts: whether all tokens of a prompt but the last come in one pass.
         weights: of the model.
     """
 
     name: ClassVar[str]
     runs_on_device = False
     is_batch_invariant = False
+    reads_whole_prompts = False
 
     def __init__(self, weights: ModelWeights) -> None:
         self.weights = weights

@@ -41,6 +41,7 @@ from polybasic.chain.kernels.weights import (
     ModelWeights,
     PositionWeights,
 )
+from polybasic.chain.model.encoder_decoder import load_encoder_decoder
 from polybasic.chain.model.stored import StoredTensors
 
 
@@ -60,7 +61,7 @@ def serving_dtype(file: ConfigFile, device: torch.device) -> torch.dtype:
     wide = backend_for(device, torch.float32)
     if (wide.keeps_blocks and has_blocks(file.folder)) or (wide.packs_4_bits and file.in_4_bits):
         return torch.float32
-    backend = backend_for(device, stored)
+    backend = backend_for(device, stored, file.decoder)
     return stored if not isinstance(backend, TorchBackend) else evaluation_dtype(stored, device)
 
 
@@ -87,6 +88,9 @@ def load_decoder(
     Raises:
         UserError: an unsupported architecture or quantization, or a missing weight.
     """
+    if file.decoder.encoder is not None:
+        assert (shard.count, first_layers) == (1, None), "an encoder-decoder is loaded whole"
+        return load_encoder_decoder(file, dtype, device)
     config = shard.local(file.decoder, file.group_size)
     if first_layers is not None:
         config = config.of_first_layers(first_layers)

@@ -12,6 +12,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedModel,
 )
 from transformers.utils import logging
@@ -25,7 +26,7 @@ from polybasic.chain.formats.checkpoints.config import read_config
 def load_reference_model(
     folder: Path, dtype: torch.dtype | str, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Load a causal language model; code in the folder is never run.
+    """Load a causal language model or an encoder-decoder; code in the folder is never run.
 
     Weights go straight to the device and dtype. On the CPU, weights stored in `dtype` stay mapped
     and are not copied; while others are converted, at most one file is mapped besides. Weights in
@@ -45,7 +46,9 @@ def load_reference_model(
     # PyTorch's fused attention has no soft-capping of scores
     attention = "eager" if file.content.get("model_type") == "gemma2" else "sdpa"
     is_on_cpu = device is None or device.type == "cpu"
-    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    is_t5 = file.content.get("model_type") == "t5"
+    kind: Any = AutoModelForSeq2SeqLM if is_t5 else AutoModelForCausalLM
+    load: Callable[..., Any] = kind.from_pretrained
     try:
         with quiet_transformers():
             source: Path | None = folder
@@ -58,7 +61,7 @@ def load_reference_model(
                     del named.quantization_config
                     dense = dequantized_tensors(dense, dtype)
                 source, given = None, {"config": named, "state_dict": dense}
-                kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(named)]
+                kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(named)]
                 load = kind.from_pretrained
             model, report = load(
                 source,
@@ -74,7 +77,7 @@ def load_reference_model(
         raise UserError(
             "cannot load the target",
             f"{folder} ({str(error).strip().splitlines()[0]})",
-            "name a folder that transformers' AutoModelForCausalLM loads",
+            f"name a folder that transformers' {kind.__name__} loads",
         ) from error
     require_all_weights(report["missing_keys"], folder)
     if is_on_cpu and isinstance(dtype, torch.dtype):

@@ -24,6 +24,7 @@ from polybasic.deploy.runtime.options import Asked, Options
 from polybasic.deploy.runtime.request import Answer, Piece, Request, Statistics
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 from polybasic.deploy.runtime.rounds.stopping import AnswerText
+from polybasic.deploy.runtime.sources import text_of, with_start
 from polybasic.deploy.runtime.timeline import Timeline, timeline
 from polybasic.deploy.runtime.tracing import Trace, TracedRound, traced
 
@@ -248,6 +249,10 @@ class Chain:
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return cast(list[int], prompt)
         arguments(Asked, {"prompt": prompt})
+        encoder = self.engine.models.encoder
+        if encoder is not None:
+            source = token_ids_of(self.tokenizer, text_of(cast(str | Messages, prompt)))
+            return with_start(source, encoder)
         if isinstance(prompt, str):
             if self.tokenizer.chat_template is None:
                 return token_ids_of(self.tokenizer, prompt)

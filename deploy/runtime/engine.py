@@ -51,6 +51,7 @@ from polybasic.deploy.runtime.rounds.stopping import StoppedBy, cut_at_end
 from polybasic.deploy.runtime.rounds.tolerance import TolerantBlockStage, TolerantSampler
 from polybasic.deploy.runtime.rounds.verifier import Verifier
 from polybasic.deploy.runtime.slots import SEQUENCES_BY_DEFAULT, Drafters, Slot, Slots
+from polybasic.deploy.runtime.sources import check_source
 
 
 class Engine:
@@ -451,6 +452,8 @@ class Engine:
                 f"context of {self.context_tokens}",
                 "shorten the prompt or ask for fewer new tokens",
             )
+        if self.models.encoder is not None:
+            check_source(request, self.models.encoder)
         if self.models.remote is not None:
             check_remote(request, self.models)
 

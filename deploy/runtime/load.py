@@ -238,6 +238,8 @@ def _stated(checked: CheckedChain, options: LoadOptions) -> Memory:
         for file in [checked.configs[member.name]]
     ]
     _check_layers_are_whole(checked, options.tensor_parallel)
+    if checked.target_config.decoder.encoder is not None:
+        _check_sources_can_be_read(options)
     check_divisible(verifying, options.tensor_parallel)
     stated = state_memory(
         checked,
@@ -268,6 +270,18 @@ def _check_layers_are_whole(checked: CheckedChain, num_parts: int) -> None:
                 f"{member.name} runs those of {member.drafts_for[0]}, tensor_parallel={num_parts}",
                 "load the chain in one process, or package it without this member",
             )
+
+
+def _check_sources_can_be_read(options: LoadOptions) -> None:
+    """Refuse what an encoder's source does not allow."""
+    asked = {
+        f"tensor_parallel={options.tensor_parallel}": options.tensor_parallel > 1,
+        f"reuses={options.reuses}": bool(options.reuses),
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            where = f"{what}: an encoder reads its whole source at once"
+            raise UserError("unsupported of encoder-decoders", where, "leave it out")
 
 
 def layout_of(

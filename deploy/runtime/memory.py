@@ -13,7 +13,7 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, DEVICE_STEP, GROUP
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.formats.checkpoints.kinds import Kind
-from polybasic.chain.formats.checkpoints.names import DRAFT_TABLES
+from polybasic.chain.formats.checkpoints.names import DRAFT_TABLES, has_lm_head, model_names
 from polybasic.chain.formats.checkpoints.quantization import DRAFT_GROUP_SIZE, GROUP_SIZE
 from polybasic.chain.formats.checkpoints.shapes import TensorHeader, expected_shapes, tensor_headers
 from polybasic.chain.formats.checkpoints.shard import Shard
@@ -48,7 +48,6 @@ _MAKING_BYTES: dict[Form, float] = {
     "blocks": 8,
 }
 """Of a weight while it is converted, beside what stays of it."""
-_EMBEDDING = "model.embed_tokens.weight"
 _LIBRARY_BYTES = 250_000_000
 """That libraries and the kernels' buffers take when a first chain is loaded and answers."""
 _GROUP_BYTES = 100_000_000
@@ -340,7 +339,7 @@ def _weights(
     is_head = isinstance(config, HeadConfig)
     projection: Form = "checked" if is_checked and config.hidden_size % GROUP == 0 else "dense"
     outputs = shard.tokens(config) if not is_head else slice(0, config.vocab_size)
-    own = "embed_tokens.weight"
+    own, embedding = "embed_tokens.weight", model_names(config).embedding
     has_own = is_head and HEAD_KINDS[kind].reads_own_embedding
     lm_head = (outputs.stop - outputs.start) * config.hidden_size
     # of rows that the kernels read as they are
@@ -360,13 +359,14 @@ def _weights(
             yield "dense", prod(shape)
         elif name.endswith(".qweight"):
             yield "int4", 8 * prod(shape)
-        elif name == _EMBEDDING or len(shape) == 1 or (has_own and name == own):
+        elif name == embedding or len(shape) == 1 or (has_own and name == own):
             yield "kept", prod(shape)
         # a head reads its verifier's embedding; a 4-bit weight counts with its scales and zeros
         elif not name.endswith(("embed_tokens.weight", ".qzeros", ".scales")):
             yield "rounded" if is_head else "dense", prod(shape)
     is_copied = layout.device == "cpu" and layout.kernels != "device"
-    if not is_head and config.tie_word_embeddings and is_copied and _EMBEDDING not in in_blocks:
+    is_tied = not is_head and not has_lm_head(config, stored)
+    if is_tied and is_copied and embedding not in in_blocks:
         yield projection, lm_head
     reads_copy = layout.rounds_heads or shard.count > 1 or stored.keys() & {*DRAFT_TABLES}
     if isinstance(config, HeadConfig) and reads_copy and not HEAD_KINDS[kind].has_lm_head:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.formats.checkpoints.decoder_config import EncoderConfig
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.deploy.runtime.drafters.expansion import MakeDrafter, MakeSharingDrafter
@@ -72,6 +73,11 @@ class Models:
     def here(self) -> Executor | None:
         """The largest model that runs here; None if none does."""
         return next(iter((self.decoders | self.drafters).values()), None)
+
+    @property
+    def encoder(self) -> EncoderConfig | None:
+        """What reads the source of encoder-decoders; None of decoders alone."""
+        return None if self.here is None else self.here.config.encoder
 
     @property
     def device(self) -> torch.device:

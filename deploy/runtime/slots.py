@@ -194,10 +194,7 @@ class Slots:
         self.cache_tokens = cache_tokens
         self.kept_tokens = cache_tokens if kept_tokens is None else kept_tokens
         self._share_caches, self._graphs = share_caches, graphs
-        self.paces = {
-            name: PromptPace(decoder.device, decoder.is_batch_invariant)
-            for name, decoder in models.decoders.items()
-        }
+        self.paces = {name: PromptPace.of(decoder) for name, decoder in models.decoders.items()}
         self.first = Slot(models, share_caches, graphs, self.paces)
         self.made = [self.first]
 

@@ -25,6 +25,7 @@ from polybasic.recipes.estimates.sizes import (
     has_weights,
     shape_of_small,
     shape_of_target,
+    shapes_of_intermediates,
 )
 from polybasic.recipes.pipeline.disk import check_free
 from polybasic.recipes.pipeline.prompts import bench_prompts, plan_prompts
@@ -135,7 +136,7 @@ def estimate(
     recipe, wanted = workspace.recipe, closure(stages, only)
     check_inputs(recipe, wanted)
     target = shape_of_target(recipe)
-    shapes = Shapes(target, shape_of_small(recipe))
+    shapes = Shapes(target, shape_of_small(recipe), shapes_of_intermediates(recipe))
     case = Case(recipe, shapes, hardware, _copies_target(recipe, workspace.out))
     if not {"plan", "report"}.isdisjoint(stage.name for stage in wanted):
         check_divides(case)

@@ -17,10 +17,15 @@ SERVING = 1.15
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of the models that a recipe starts from; it may have no smaller one."""
+    """Of the models that a recipe starts from; it may have no smaller one.
+
+    Attributes:
+        intermediates: further ones below these, which run as they are.
+    """
 
     target: Shape
     small: Shape | None
+    intermediates: tuple[Shape, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ def packed_bytes(case: Case) -> int:
     train = recipe.train
     total = shapes.target.num_int4_bytes if recipe.quantize else 0
     total += count_of_head(shapes.target, train).num_bytes
+    total += sum(shape.num_bytes for shape in shapes.intermediates)
     if recipe.small is not None and shapes.small is not None:
         is_int4, has_head = recipe.small.quantize, recipe.small_has_head
         total += shapes.small.num_int4_bytes if is_int4 else shapes.small.num_bytes

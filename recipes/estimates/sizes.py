@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from polybasic.chain.errors import UserError
@@ -10,8 +11,9 @@ from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.formats.checkpoints.hub import snapshot
 from polybasic.chain.formats.checkpoints.models import resolve_model
-from polybasic.chain.formats.checkpoints.names import linear_shapes
+from polybasic.chain.formats.checkpoints.names import linear_shapes, source_linears
 from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE, largest_group_size
+from polybasic.chain.formats.checkpoints.shapes import encoder_shapes
 from polybasic.chain.formats.gguf.finding import names_gguf, on_hub
 from polybasic.quantize.settings import GroupSize
 from polybasic.recipes.schema.recipe import Recipe
@@ -42,7 +44,9 @@ class Shape:
     """Sizes of a decoder.
 
     Attributes:
-        num_layer_vectors: parameters of a layer's biases and norms beyond Llama's two norms.
+        num_layer_vectors: parameters of a layer's biases and norms beyond Llama's two norms, and of
+            what reads an encoder's source.
+        num_encoder_parameters: of an encoder, and of the distances of both.
         group_size: of its 4-bit copy.
         in_blocks: whether that copy has all matrices in blocks of Q4_0, embeddings too.
     """
@@ -57,6 +61,7 @@ class Shape:
     is_tied: bool
     weight_bytes: int = 2
     num_layer_vectors: int = 0
+    num_encoder_parameters: int = 0
     group_size: int = GROUP_SIZE
     in_blocks: bool = False
 
@@ -79,7 +84,8 @@ class Shape:
     def num_parameters(self) -> int:
         """Of the whole model; a tied lm_head is not counted twice."""
         embeddings = self.num_embedding_parameters * (1 if self.is_tied else 2)
-        return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
+        layers = self.num_layers * self.num_layer_parameters + self.num_encoder_parameters
+        return embeddings + layers + self.hidden_size
 
     @property
     def num_draft_parameters(self) -> int:
@@ -208,6 +214,13 @@ def shape_of_small(recipe: Recipe) -> Shape | None:
     return replace(shape, in_blocks=recipe.quantize is None)
 
 
+def shapes_of_intermediates(recipe: Recipe) -> tuple[Shape, ...]:
+    """Of further models, as `shape_of_target`."""
+    given = recipe.package.intermediates.items()
+    folders = [config_folder(model, f"package.intermediates.{name}") for name, model in given]
+    return tuple(_shape_of_config(folder, recipe.group_size) for folder in folders)
+
+
 def has_weights(model: str) -> bool:
     """Whether the weights of a folder or hub id (model, adapter or head) lie on this machine."""
     if names_gguf(model):
@@ -244,6 +257,7 @@ def _shape_of_config(folder: Path, group_size: GroupSize) -> Shape:
         is_tied=decoder.tie_word_embeddings,
         weight_bytes=4 if dtype == "float32" else 2,
         num_layer_vectors=_num_layer_vectors(decoder),
+        num_encoder_parameters=_num_encoder_parameters(decoder),
         group_size=_group_size(group_size, (shape[1] for shape in linear_shapes(decoder).values())),
     )
 
@@ -251,6 +265,10 @@ def _shape_of_config(folder: Path, group_size: GroupSize) -> Shape:
 def _group_size(wanted: GroupSize, in_sizes: Iterable[int]) -> int:
     """Of a 4-bit copy; any of a model that has none, which `check_quantizable` refuses."""
     return (largest_group_size(in_sizes) or GROUP_SIZE) if wanted == "auto" else wanted
+
+
+def _num_encoder_parameters(decoder: DecoderConfig) -> int:
+    return sum(prod(shape) for _, shape in encoder_shapes(decoder))
 
 
 def _num_layer_vectors(decoder: DecoderConfig) -> int:
@@ -267,6 +285,11 @@ def _num_layer_vectors(decoder: DecoderConfig) -> int:
     }
     num = sum(biases[name] for name in decoder.biased)
     num += 2 * decoder.head_dim if decoder.has_head_norms else 0
+    if decoder.encoder is not None:
+        source = source_linears(decoder).values()
+        num += (
+            sum(prod(shape) for parts in source for shape in parts.values()) + decoder.hidden_size
+        )
     return num + (2 * decoder.hidden_size if decoder.has_post_norms else 0)
 
 

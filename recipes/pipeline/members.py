@@ -6,6 +6,7 @@ from polybasic.chain.formats.bare import ALONE
 from polybasic.chain.formats.checkpoints.checkpoint import resolve_head
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.kinds import Kind
+from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.package import TARGET_NAME, Part
 from polybasic.chain.formats.plan import Flush, Plan
 from polybasic.deploy.planner.settings import PlanSettings
@@ -43,6 +44,9 @@ def parts_of(workspace: Workspace) -> list[Part]:
         (intermediates if small.role == "intermediate" else drafters).append(part)
         if recipe.small_has_head:
             drafters.append(_head_part("small_draft", workspace))
+    for name, source in recipe.package.intermediates.items():
+        folder = resolve_model(source)
+        intermediates.append(Part(name, "intermediate", read_config(folder).kind, folder))
     for name, source in recipe.package.heads.items():
         folder = resolve_head(source)
         drafters.append(Part(name, "drafter", read_config(folder).head.kind, folder))

@@ -70,11 +70,19 @@ def _run_target(workspace: Workspace, folder: Path) -> dict[str, Any]:
         adapter = resolve_adapter(recipe.target.adapter)
         summary["adapter"] = merge_adapter(checkpoint, adapter, merged)
         checkpoint = merged
+    is_encoder_decoder = config.decoder.encoder is not None
+    if is_encoder_decoder and recipe.has_head:
+        raise UserError(
+            "an encoder-decoder gets no draft head",
+            f"train.kind = {recipe.train.kind}, {config.path}",
+            "set train.kind=none: smaller models and n-grams draft",
+        )
     template, tokenizer = chat_template_of(recipe), checkpoint
     if needs_preparation(checkpoint, template):
         tokenizer = folder / TOKENIZER_NAME
         prepare_tokenizer(checkpoint, template, tokenizer)
-    _check_tokenizer(tokenizer)
+    if not is_encoder_decoder:
+        _check_tokenizer(tokenizer)
     return summary
 
 

@@ -28,6 +28,7 @@ from polybasic.recipes.pipeline.regenerated_stage import SELF_PROMPTED_STAGE, re
 from polybasic.recipes.pipeline.running import PipelineStage, Workspace
 from polybasic.recipes.pipeline.source_stages import SMALL_TARGET, TARGET
 from polybasic.recipes.pipeline.sources import (
+    checkpoint_stamp,
     head_stamp,
     packed_target_of,
     source_digest,
@@ -124,6 +125,9 @@ def _chain_inputs(workspace: Workspace) -> dict[str, Any]:
         "plan": recipe.plan.model_dump(mode="json", include={"tree", "flush_length", "rule"}),
         "package": recipe.package.model_dump(mode="json"),
         "heads": {name: head_stamp(source) for name, source in recipe.package.heads.items()},
+        "intermediates": {
+            name: checkpoint_stamp(source) for name, source in recipe.package.intermediates.items()
+        },
     }
 
 

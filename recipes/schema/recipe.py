@@ -86,6 +86,11 @@ class PackageSettings(Settings):
         description="further draft heads, folder or hub id by name; `polybasic plan` compares all "
         "drafters of a chain",
     )
+    intermediates: dict[Name, str] = Field(
+        {},
+        description="further models of the target's vocabulary that verify, folder or hub id by "
+        "name, below all others and from the larger to the smaller; they are taken as they are",
+    )
 
 
 def _tell_of_the_base(schema: dict[str, Any]) -> None:

@@ -58,6 +58,28 @@ _QWEN2: dict[str, Any] = {
 
 _QWEN2_TIED = _QWEN2 | {"vocab_size": 151936, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
+_FLAN_T5: dict[str, Any] = {
+    "model_type": "t5",
+    "vocab_size": 32128,
+    "d_kv": 64,
+    "feed_forward_proj": "gated-gelu",
+    "layer_norm_epsilon": 1e-6,
+    "decoder_start_token_id": 0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def _flan_t5(width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return _FLAN_T5 | {
+        "d_model": width,
+        "d_ff": inner,
+        "num_layers": layers,
+        "num_decoder_layers": layers,
+        "num_heads": heads,
+    }
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "lmsys/vicuna-7b-v1.5": _LLAMA2 | _7B,
     "lmsys/vicuna-13b-v1.5": _LLAMA2
@@ -122,6 +144,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "attention_bias": False,
     },
+    "google/flan-t5-small": _flan_t5(512, 1024, 8, 6),
+    "google/flan-t5-base": _flan_t5(768, 2048, 12, 12),
+    "google/flan-t5-xl": _flan_t5(2048, 5120, 24, 32),
 }
 NUM_PARAMETERS = {
     "lmsys/vicuna-7b-v1.5": 6_738_415_616,
@@ -137,6 +162,9 @@ NUM_PARAMETERS = {
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen2.5-Coder-1.5B-Instruct": 1_543_714_304,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "google/flan-t5-small": 76_961_152,
+    "google/flan-t5-base": 247_577_856,
+    "google/flan-t5-xl": 2_849_757_184,
 }
 """As the hub counts them in the safetensors files."""
 

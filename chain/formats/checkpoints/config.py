@@ -232,7 +232,7 @@ def check_feature_layers(head: HeadConfig, num_layers: int, where: str) -> None:
         )
 
 
-def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
+def decoder_config(content: dict[str, Any], where: str) -> DecoderConfig:
     """Translate the content of a decoder's config.json; `where` names it in errors.
 
     What the file leaves out or spells in an older way is as transformers reads it.
@@ -241,10 +241,11 @@ def decoder_config(config: dict[str, Any], where: str) -> DecoderConfig:
         UserError: a malformed config, or an architecture, activation or rotary scaling that the
             decoder does not compute.
     """
-    model_type: Any = config.get("model_type")
+    model_type: Any = content.get("model_type")
     family = FAMILIES.get(model_type)
     if family is None:
         raise _unsupported(where, "model_type", model_type, FAMILIES)
+    config = dict(family.spelled(content, where))
     for key in _SIZES:
         if key not in config:
             raise UserError("model config lacks a key", f"{where} {key}", "complete the config")

@@ -21,6 +21,23 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
+class EncoderConfig:
+    """What reads the source of an encoder-decoder, whose layers have the sizes of the decoder's.
+
+    Attributes:
+        num_layers: of the encoder.
+        num_buckets: that relative distances are counted in.
+        max_distance: from which on all distances are one.
+        start_token_id: which the decoder reads first, after the source.
+    """
+
+    num_layers: int
+    num_buckets: int
+    max_distance: int
+    start_token_id: int
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Shapes and constants of a decoder; the defaults are Llama's.
 
@@ -39,6 +56,8 @@ class DecoderConfig:
         has_head_norms: queries and keys are normed head by head.
         has_post_norms: what attention and MLP add to the residual is normed.
         has_offset_norms: norms multiply by 1 + weight, in float32.
+        encoder: of an encoder-decoder, whose layers have relative distances in place of rotations;
+            None for a decoder alone.
     """
 
     vocab_size: int
@@ -63,6 +82,7 @@ class DecoderConfig:
     has_head_norms: bool = False
     has_post_norms: bool = False
     has_offset_norms: bool = False
+    encoder: EncoderConfig | None = None
 
     @property
     def query_groups(self) -> int:

@@ -4,12 +4,54 @@ Shape legend: H hidden size, I intermediate size, A heads x head size, K key-val
 size.
 """
 
+from typing import NamedTuple, Protocol
+
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, Shape
 from polybasic.chain.formats.checkpoints.kinds import Kind, is_head
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 
 DRAFT_TABLES = ("d2t", "t2d")
 """Tables of a head that drafts among a part of the vocabulary; see draft_vocabulary.py."""
+
+
+class Stored(Protocol):
+    """Names of tensors."""
+
+    def __contains__(self, name: str, /) -> bool: ...
+
+
+class ModelNames(NamedTuple):
+    """Names of what a decoder has beside its layers, and what those of a layer begin with.
+
+    Attributes:
+        layer: with a place for its number.
+    """
+
+    embedding: str
+    norm: str
+    layer: str
+
+
+LM_HEAD = "lm_head.weight"
+_DECODER = ModelNames("model.embed_tokens.weight", "model.norm.weight", "model.layers.{}")
+_T5 = ModelNames("shared.weight", "decoder.final_layer_norm.weight", "decoder.block.{}")
+T5_ENCODER = ModelNames("shared.weight", "encoder.final_layer_norm.weight", "encoder.block.{}")
+T5_BIAS = "{}.layer.0.SelfAttention.relative_attention_bias.weight"
+"""Of the first layer, by that layer's name; all others read it, too."""
+
+
+def model_names(config: DecoderConfig) -> ModelNames:
+    """Of the decoder."""
+    return _DECODER if config.encoder is None else _T5
+
+
+def has_lm_head(config: DecoderConfig, stored: Stored) -> bool:
+    """Whether the output projection is a matrix of its own.
+
+    Args:
+        stored: names that the checkpoint has, which decide of an encoder-decoder.
+    """
+    return not config.tie_word_embeddings and (config.encoder is None or LM_HEAD in stored)
 
 
 def layer_linears(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, dict[str, Shape]]:
@@ -21,6 +63,8 @@ def layer_linears(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, di
         kind: of head, whose attention may read several states side by side.
     """
     H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    if config.encoder is not None:
+        return encoder_linears(config, 2) | source_linears(config)
     read = HEAD_KINDS[kind].num_attended * H if is_head(kind) else H
     A, K = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv: dict[str, Shape] = {
@@ -37,6 +81,40 @@ def layer_linears(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, di
         "gate_up": gate_up,
         "down": {"mlp.down_proj": (H, I)},
     }
+
+
+def encoder_linears(config: DecoderConfig, mlp: int = 1) -> dict[str, dict[str, Shape]]:
+    """As `layer_linears`, of a layer of T5's encoder.
+
+    Args:
+        mlp: place of the MLP in a layer.
+    """
+    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    A = config.num_heads * config.head_dim
+    attention, dense = "layer.0.SelfAttention", f"layer.{mlp}.DenseReluDense"
+    return {
+        "qkv": {f"{attention}.{part}": (A, H) for part in "qkv"},
+        "out": {f"{attention}.o": (H, A)},
+        "gate_up": {f"{dense}.wi_0": (I, H), f"{dense}.wi_1": (I, H)},
+        "down": {f"{dense}.wo": (H, I)},
+    }
+
+
+def source_linears(config: DecoderConfig) -> dict[str, dict[str, Shape]]:
+    """Of what a layer of T5's decoder has to read the source."""
+    H, A = config.hidden_size, config.num_heads * config.head_dim
+    attention = "layer.1.EncDecAttention"
+    return {
+        "source_query": {f"{attention}.q": (A, H)},
+        "source_key_value": {f"{attention}.k": (A, H), f"{attention}.v": (A, H)},
+        "source_out": {f"{attention}.o": (H, A)},
+    }
+
+
+def encoder_norms(config: DecoderConfig, mlp: int = 1) -> dict[str, tuple[str, Shape]]:
+    """As `layer_norms`, of a layer of T5's encoder."""
+    H = (config.hidden_size,)
+    return {"input_norm": ("layer.0.layer_norm", H), "mlp_norm": (f"layer.{mlp}.layer_norm", H)}
 
 
 def linear_shapes(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, Shape]:
@@ -57,6 +135,8 @@ def layer_norms(config: DecoderConfig, kind: Kind = "decoder") -> dict[str, tupl
         kind: the norms of a head's layer are its kind's; some are the head's own parts.
     """
     H = (config.hidden_size,)
+    if config.encoder is not None:
+        return encoder_norms(config, 2) | {"source_norm": ("layer.1.layer_norm", H)}
     norms: dict[str, tuple[str, Shape]] = {
         "input_norm": ("input_layernorm", H),
         "mlp_norm": ("post_attention_layernorm", H),

@@ -16,8 +16,15 @@ from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, He
 from polybasic.chain.formats.checkpoints.kinds import Kind, is_head
 from polybasic.chain.formats.checkpoints.names import (
     DRAFT_TABLES,
+    LM_HEAD,
+    T5_BIAS,
+    T5_ENCODER,
+    encoder_linears,
+    encoder_norms,
+    has_lm_head,
     layer_norms,
     linear_shapes,
+    model_names,
     required_biases,
 )
 from polybasic.chain.formats.files import parse_json
@@ -127,14 +134,33 @@ def expected_shapes(
             yield from _layer_shapes(head.like(number), config, f"{layer}.", None, (), stored)
         return
     V, H = config.vocab_size, config.hidden_size
-    yield "model.embed_tokens.weight", (V, H)
-    yield "model.norm.weight", (H,)
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", (V, H)
+    names = model_names(config)
+    yield names.embedding, (V, H)
+    yield names.norm, (H,)
+    if has_lm_head(config, stored):
+        yield LM_HEAD, (V, H)
     required = required_biases(config)
     for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
+        prefix = f"{names.layer.format(index)}."
         yield from _layer_shapes(kind, config, prefix, group_size, required, stored)
+    yield from encoder_shapes(config)
+
+
+def encoder_shapes(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+    """As `expected_shapes`, of an encoder and of the relative distances of both; none without."""
+    encoder = config.encoder
+    if encoder is None:
+        return
+    yield T5_ENCODER.norm, (config.hidden_size,)
+    for names in (T5_ENCODER, model_names(config)):
+        first = names.layer.format(0)
+        yield T5_BIAS.format(first), (encoder.num_buckets, config.num_heads)
+    parts = dict(encoder_norms(config).values())
+    for linears in encoder_linears(config).values():
+        parts |= linears
+    for index in range(encoder.num_layers):
+        for name, shape in parts.items():
+            yield f"{T5_ENCODER.layer.format(index)}.{name}.weight", shape
 
 
 def _head_shapes(

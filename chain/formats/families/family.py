@@ -29,6 +29,7 @@ class Family:
         rope: its rotary parameters by config.json and a name for errors, without defaults of
             `rope_type`.
         rope_types: those that transformers computes for it; () are all that are supported here.
+        spelled: its config.json by the keys that others have, of that and a name for errors.
     """
 
     model_type: str
@@ -38,6 +39,7 @@ class Family:
     defaults: Mapping[str, Any] | None = None
     rope: Callable[[Mapping[str, Any], str], dict[str, Any]] = one_rope
     rope_types: tuple[str, ...] = ()
+    spelled: Callable[[Mapping[str, Any], str], Mapping[str, Any]] = lambda config, where: config
 
 
 def attention_biases(read: Read) -> tuple[str, ...]:

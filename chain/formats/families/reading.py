@@ -63,7 +63,9 @@ def completed(config: Mapping[str, Any], defaults: Mapping[str, Any], where: str
         read.sliding_window = None
     if read.num_key_value_heads is None:
         read.num_key_value_heads = read.num_attention_heads
-    if read.num_attention_heads > 0 and read.hidden_size % read.num_attention_heads:
+    are_bound = not values.get("is_encoder_decoder", False)  # heads, to the hidden size
+    num_heads = read.num_attention_heads
+    if are_bound and num_heads > 0 and read.hidden_size % num_heads:
         raise _malformed(
             where,
             f"hidden_size {read.hidden_size}",

@@ -6,6 +6,7 @@ from polybasic.chain.formats.families.llama import LLAMA
 from polybasic.chain.formats.families.mistral import MISTRAL
 from polybasic.chain.formats.families.phi import PHI3
 from polybasic.chain.formats.families.qwen import QWEN2, QWEN3
+from polybasic.chain.formats.families.t5 import T5
 
 FAMILIES = Table(
     "polybasic.families",
@@ -17,5 +18,6 @@ FAMILIES = Table(
     PHI3,
     GEMMA2,
     GEMMA3,
+    T5,
 )
 """By model_type."""

@@ -193,6 +193,8 @@ class CpuBackend(Backend):
         """
         if isinstance(config, HeadConfig) and (config.norms_residual or config.norms_output):
             return False
+        if not super().takes(config):
+            return False
         sizes = config.hidden_size, config.intermediate_size, config.head_dim
         has_sizes = all(size % LANES == 0 for size in sizes) and config.head_dim <= _MAX_HEAD_DIM
         return has_sizes and config.activation in _ACTIVATIONS

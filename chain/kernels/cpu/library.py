@@ -48,8 +48,13 @@ class Located:
 
 
 class FixedTensors(tuple[Tensor, ...]):
-    """Tensors that stay where they are, so that they are located once."""
+    """Tensors that stay where they are, so that they are located once.
 
+    Attributes:
+        num_source: see `polybasic.chain.kernels.executor.HoldsSource`.
+    """
+
+    num_source = 0
     located = cached_property(Located)
 
 

@@ -302,13 +302,28 @@ class TorchExecutor(Executor):
         attend: Attend,
         attention_input: Tensor | None,
     ) -> Tensor:
+        x_RD = self._attended(operations, index, layer, x_RD, attend, attention_input)
+        return self._with_mlp(operations, layer, x_RD)
+
+    def _attended(
+        self,
+        operations: Operations,
+        index: int,
+        layer: LayerWeights,
+        x_RD: Tensor,
+        attend: Attend,
+        attention_input: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream after a layer's attention."""
         if attention_input is None:
             qkv = operations.product(layer.qkv, x_RD, self._norm(layer.input_norm))
         else:
             qkv = operations.product(layer.qkv, attention_input)
-        x_RD = self._add_product(
-            operations, layer.out, attend(index, qkv), x_RD, layer.attention_post_norm
-        )
+        attended = attend(index, qkv)
+        return self._add_product(operations, layer.out, attended, x_RD, layer.attention_post_norm)
+
+    def _with_mlp(self, operations: Operations, layer: LayerWeights, x_RD: Tensor) -> Tensor:
+        """The residual stream after a layer's MLP."""
         inner = operations.gated_product(
             layer.gate_up, x_RD, self._norm(layer.mlp_norm), self.config.activation
         )

@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from polybasic.chain.errors import UserError
 from polybasic.chain.kernels.product_times import name_of
+from polybasic.chain.kernels.torch.encoder_decoder import source_length
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy.bench.systems.system import System, TimedAnswer
 from polybasic.deploy.runtime.rounds.sampling import Sampling
@@ -89,7 +90,7 @@ class GenerateLoop(System):
             min_new_tokens=min_new_tokens,
             **options,
         )
-        token_ids = output[0, len(prompt) :].tolist()
+        token_ids = output[0, len(prompt) - self._num_encoded(prompt) :].tolist()
         seconds = time.perf_counter() - begin
         return TimedAnswer(token_ids, seconds, first.num_tokens, first.time - begin)
 
@@ -98,7 +99,8 @@ class GenerateLoop(System):
 
         The loop computes them as in an answer: it is made to continue by the given tokens.
         """
-        forced = LogitsProcessorList([_Forced(token_ids)])
+        decoded = token_ids[self._num_encoded(token_ids) :]
+        forced = LogitsProcessorList([_Forced(decoded)])
         output = self._generate(
             token_ids[: len(token_ids) - num + 1],
             frozenset(),
@@ -119,7 +121,12 @@ class GenerateLoop(System):
         logits_processor: LogitsProcessorList | None = None,
         **settings: Any,
     ) -> Any:
+        num_encoded = self._num_encoded(prompt)
         ids = torch.tensor([prompt], device=self.model.device)
+        decoded = {}
+        if num_encoded:
+            ids, decoded["decoder_input_ids"] = ids[:, :num_encoded], ids[:, num_encoded:]
+            settings["decoder_start_token_id"] = prompt[num_encoded]
         stop = sorted(stop_tokens)
         config = GenerationConfig(
             eos_token_id=stop or None,
@@ -131,12 +138,20 @@ class GenerateLoop(System):
         with _without_warnings() if self.assistant is not None else nullcontext():
             return self.model.generate(
                 ids,
+                **decoded,
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
                 streamer=streamer,
                 logits_processor=logits_processor,
                 assistant_model=self.assistant,
             )
+
+    def _num_encoded(self, token_ids: list[int]) -> int:
+        """Leading tokens that an encoder reads."""
+        config = self.model.config
+        if not config.is_encoder_decoder:
+            return 0
+        return source_length(token_ids, config.decoder_start_token_id)
 
     def close(self) -> None:
         """Give up its share of the models."""

@@ -68,7 +68,9 @@ class Calibration:
 
     @property
     def usable_windows(self) -> list[int]:
-        """Windows of the grid that are shorter than the longest text."""
+        """Windows of the grid that are shorter than the longest text; none over sources."""
+        if self.engine.models.encoder is not None:
+            return []
         longest = max(map(len, self.answered), default=0)
         return [tokens for tokens in sorted(self.grid.windows) if tokens < longest]
 

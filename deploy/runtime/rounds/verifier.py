@@ -98,7 +98,7 @@ class Verifier:
     ) -> None:
         self.name, self.decoder, self.cache, self.passes = name, decoder, cache, passes
         self.window, self.feature_layers = window, feature_layers
-        self.pace = pace or PromptPace(decoder.device, decoder.is_batch_invariant)
+        self.pace = pace or PromptPace.of(decoder)
         self.clock = PassClock(decoder.device)
         self.num_rows = 0
 

@@ -1,6 +1,7 @@
 """Options of the commands that ask a chain something."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -169,31 +170,31 @@ _OF_RECIPE = ("dtype", "temperature", "max_new_tokens", "rule")
 
 
 SmallOption = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         metavar="MODEL",
         help="For a model without a chain: a smaller one with the same tokenizer, which drafts, in "
-        "4 bits where its weights take more than 5.",
+        "4 bits where its weights take more than 5; several from the larger to the smaller.",
     ),
 ]
 
 
-def with_small(chain: str, small: str | None) -> str:
-    """The chain that is named, or that of the model and the smaller one beside it.
+def with_small(chain: str, small: Sequence[str] | None) -> str:
+    """The chain that is named, or that of the model and the smaller ones beside it.
 
     Raises:
         UserError: as `polybasic.recipes.pipeline.beside.chain_beside`.
     """
-    if small is None:
+    if not small:
         return chain
     from polybasic.recipes.pipeline.beside import chain_beside
 
     return str(chain_beside(chain, small))
 
 
-def as_named(chain: str, small: str | None) -> str:
+def as_named(chain: str, small: Sequence[str] | None) -> str:
     """What a command was told of a chain, for the next one's command line."""
-    return shlex.join([chain] if small is None else [chain, "--small", small])
+    return shlex.join([chain, *(word for model in small or () for word in ("--small", model))])
 
 
 def first_given(**options: object) -> str | None:

@@ -23,7 +23,7 @@ from polybasic.chain.heads.importing import import_head
 from polybasic.deploy.runtime.memory import Layout, Memory, state_memory
 from tests.extensions import FAMILY, HEAD, installed, write_toy_head, write_toy_model
 
-OWN = "llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text"
+OWN = "llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3_text, t5"
 OWN_KINDS = ", ".join(kind.name for kind in HEAD_KINDS.own)
 
 
@@ -55,7 +55,7 @@ def test_a_family_is_read_where_its_package_is_installed(tmp_path: Path) -> None
         write_toy_model(config.parent)
         decoder = read_config(config.parent).decoder
         assert (decoder.embedding_scale, decoder.num_layers, decoder.head_dim) == (3.0, 2, 32)
-        assert [*FAMILIES][-2:] == ["gemma3_text", "toy"]
+        assert [*FAMILIES][-2:] == ["t5", "toy"]
         others = json.loads(config.read_text()) | {"model_type": "mamba"}
         config.write_text(json.dumps(others))
         message = refusal_of(lambda: read_config(config.parent).decoder)

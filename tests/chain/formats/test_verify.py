@@ -338,7 +338,7 @@ def test_weights_that_would_shadow_the_listed_ones(tiny_chain_parts: Any, tmp_pa
             "remote code refused: auto_map in",
         ),
         ("intermediate", {"auto_map": {}, "model_type": None}, "remote code refused: auto_map in"),
-        ("target", {"model_type": "t5"}, "unsupported architecture: "),
+        ("target", {"model_type": "mamba"}, "unsupported architecture: "),
         ("target", {"quantization_config": {"bits": 8}}, "target is quantized: quantization_con"),
         ("draft", {"quantization_config": {"bits": 8}}, "draft is quantized: quantization_con"),
         ("intermediate", {"quantization_config": None}, "not a 4-bit checkpoint: "),

@@ -49,6 +49,9 @@ def counted(name: str, folder: Path, hardware: str) -> list[StageEstimate]:
         for section, model in models.items()
         if model in CONFIGS
     ]
+    if further := plain.package.intermediates:
+        folders = {each: str(write_config(folder, model)) for each, model in further.items()}
+        overrides.append(f"package.intermediates={json.dumps(folders)}")
     recipe = load_recipe(name, [*on_devices(hardware), *overrides])
     workspace = Workspace(recipe, folder / "out")
     return estimate(stages_of(recipe), workspace, None, hardware_named(hardware))
@@ -106,10 +109,11 @@ def test_own_model_needs_a_model_and_conversations_and_nothing_else(tmp_path: Pa
 
 
 def test_all_models_of_the_paper_and_more_have_a_recipe() -> None:
-    named = {load_recipe(name).target.model for name in NAMES}
-    small = load_recipe("llama31-8b-four").small
-    assert small is not None
-    assert named | {small.model} == set(CONFIGS)
+    recipes = [load_recipe(name) for name in NAMES]
+    named = {recipe.target.model for recipe in recipes}
+    named |= {recipe.small.model for recipe in recipes if recipe.small is not None}
+    named |= {model for recipe in recipes for model in recipe.package.intermediates.values()}
+    assert named == set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes().keys() - WITHOUT_FIGURES))

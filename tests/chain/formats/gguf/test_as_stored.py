@@ -163,7 +163,7 @@ def test_a_smaller_file_below_has_five_bits_a_weight_at_most(
 ) -> None:
     file = in_blocks(tmp_path / "model", "Q4_K", "qwen2")
     small = in_blocks(tmp_path / "small", stored_in, "qwen2", num_hidden_layers=1)
-    chain = load_chain(chain_beside(str(file), str(small)))
+    chain = load_chain(chain_beside(str(file), [str(small)]))
     assert [(member.kind, member.dtype) for member in chain.manifest.members] == [
         ("decoder", "Q4_K"),
         ("decoder", runs_in),

@@ -449,7 +449,7 @@ def test_two_files_make_three_models(tmp_path: Path) -> None:
         code, out, err = call(*command, "--small", small, "--members", "target,small", "--verify")
         assert (code, out) == (0, alone), err
         assert "small " in err.partition("forward passes: ")[2]
-    chain = load_chain(chain_beside(str(file), str(small)))
+    chain = load_chain(chain_beside(str(file), [str(small)]))
     assert chain.plan.members == ("target", "small")
     assert chain.plan.ngram is not None
     assert chain.plan.flush["target"].adaptive is not None
