@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 29_790,
-    "deploy": 33_070,
+    "chain": 29_830,
+    "deploy": 33_175,
     "quantize": 1_400,
-    "recipes": 8_440,
+    "recipes": 8_445,
     "train": 8_720,
     "benchmarks": 8_790,
-    "tests": 66_120,
+    "tests": 66_235,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -102,6 +102,8 @@ def test_a_cascade_of_encoder_decoders(tmp_path: Path) -> None:
     code, out, err = call(*command, *small, *members)
     assert (code, out) == (0, alone), err
     assert "smaller " in err.partition("forward passes: ")[2]
+    code, _, err = call("warmup", tmp_path / "target", *small)
+    assert code == 0, err
     answer = load_chain(tmp_path / "out" / "chain").generate(prompt, max_new_tokens=NEW_TOKENS)
     assert answer.text.strip() == alone.strip()
     assert len(answer.statistics.forward_passes) == 3

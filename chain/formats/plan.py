@@ -83,6 +83,11 @@ class Ngram(Settings):
 
     min_match: Count = Field(default=2, description="tokens that must repeat before a copy")
     num_tokens: Count = Field(default=8, description="tokens of a copy at most")
+    extends: bool = Field(
+        default=False,
+        description="where nothing is copied, copies go on from the most probable path of the "
+        "drafter's draft: the horizontal cascade of Chen et al., 2024",
+    )
     capacity: Count = Field(default=65536, description="entries kept, the latest used ones")
 
 

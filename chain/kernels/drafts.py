@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+NGRAM = "ngram"
+"""Named as the proposer of copies."""
 ABSENT = 1_000_000
 """Rank of a token that is not among the candidates; larger than any tree."""
 
@@ -29,11 +31,13 @@ class DraftTree:
         tokens: token id of each row; row 0 is the last token of the sequence.
         parents: row of each row's parent; -1 for the root.
         proposer: name of what proposes the candidates.
+        num_copied: of the last rows, what n-grams proposed behind it; see `followed_by`.
     """
 
     tokens: list[int]
     parents: list[int]
     proposer: str = field(default="", compare=False)
+    num_copied: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         assert self.parents[0] == -1
@@ -53,12 +57,31 @@ class DraftTree:
     def where(self, is_kept: list[bool]) -> "DraftTree":
         """The rows that are kept, of which the root is one, and whose ancestors are kept."""
         row_of, tokens, parents = {-1: -1}, list[int](), list[int]()
+        num_drafted = len(self) - self.num_copied
         for row, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if is_kept[row] and parent in row_of:
                 row_of[row] = len(tokens)
                 tokens.append(token)
                 parents.append(row_of[parent])
-        return DraftTree(tokens, parents, self.proposer)
+        num_copied = sum(row >= num_drafted for row in row_of)
+        return DraftTree(tokens, parents, self.proposer, num_copied)
+
+    def best_path(self) -> list[int]:
+        """Rows from the root down, each the first child of the one before: the most probable."""
+        path, children = [0], self.children()
+        while children[path[-1]]:
+            path.append(min(children[path[-1]].values()))
+        return path
+
+    def proposer_of(self, row: int) -> str:
+        """Who proposes a candidate."""
+        return NGRAM if row >= len(self) - self.num_copied else self.proposer
+
+    def followed_by(self, row: int, tokens: list[int]) -> "DraftTree":
+        """The tree with a path of copied tokens below one of its rows."""
+        end = len(self) + len(tokens)
+        parents = [*self.parents, row, *range(len(self), end - 1)]
+        return DraftTree([*self.tokens, *tokens], parents, self.proposer, len(tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -142,6 +165,18 @@ class Candidates:
             row_of[candidate] = row
             parents.append(row_of[self._parent(candidate, beams)])
         return DraftTree([root, *all_tokens[best].tolist()], parents, proposer)
+
+    def best_path(self) -> list[int]:
+        """Tokens from the first level down, each the most probable one after that before it."""
+        _, tokens, beams = self._on_host()
+        path, place = [int(tokens[0])], 0
+        for level in range(1, self.num_levels):
+            found = np.flatnonzero(beams[level - 1] == place)
+            if not len(found):
+                break
+            place = int(found[0]) * self.top_k
+            path.append(int(tokens[self._first(level) + place]))
+        return path
 
     def ranks(self, continuation: list[int]) -> Counts:
         """The ranks of the tokens that actually followed among the candidates.

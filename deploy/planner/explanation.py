@@ -160,7 +160,8 @@ def describe_shape(plan: Plan, measurements: Measurements) -> str:
             bound = "flush" if flush.adaptive is None else "adaptive flush, at most"
             parts.append(f"{bound} {flush.length} for {name}")
     if plan.ngram is not None:
-        parts.append(f"n-grams from {plan.ngram.min_match} tokens on")
+        where = ", behind drafts, too" if plan.ngram.extends else ""
+        parts.append(f"n-grams from {plan.ngram.min_match} tokens on{where}")
     parts += [f"window of {window.tokens:,} for {name}" for name, window in plan.windows.items()]
     return "; ".join(parts) or "alone, no drafting"
 

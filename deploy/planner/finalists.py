@@ -92,5 +92,5 @@ def shape_of(plan: Plan) -> str:
     """What the costs of its rounds depend on, in words."""
     members = " → ".join(plan.members)
     if plan.ngram is not None:
-        members += " + n-grams"
+        members += " + n-grams behind drafts" if plan.ngram.extends else " + n-grams"
     return f"{members}, tree of {shown_tree(plan.tree)}, rule {plan.rule}"

@@ -63,6 +63,8 @@ class Lattice:
         self.axes |= {f"flush {name}": lengths for name in self.verifying[:-1]}
         if members.has_ngram:
             self.axes["min_match"] = ngram_matches(measurements, grid)
+            if "depth" in self.axes and has_best_paths(measurements, members.names[-1]):
+                self.axes["extends"] = (False, True)
 
     @property
     def sizes(self) -> list[int]:
@@ -93,7 +95,7 @@ class Lattice:
         numbers = {f"flush {name}": flush.length for name, flush in plan.flush.items()}
         numbers |= {"top_k": plan.tree.top_k}
         if plan.ngram is not None:
-            numbers |= {"min_match": plan.ngram.min_match}
+            numbers |= {"min_match": plan.ngram.min_match, "extends": plan.ngram.extends}
         places = [
             values.index(numbers[axis]) if axis in numbers else len(values) - 1
             for axis, values in self.axes.items()
@@ -116,7 +118,8 @@ class Lattice:
             tree = Tree(depth=1, top_k=1, rows=num_tokens + 1 if self.members.has_ngram else 2)
         ngram = None
         if self.members.has_ngram:
-            ngram = Ngram(min_match=value["min_match"], num_tokens=num_tokens)
+            extends = value.get("extends", False)
+            ngram = Ngram(min_match=value["min_match"], num_tokens=num_tokens, extends=extends)
         return Plan(
             members=self.members.names,
             tree=tree,
@@ -144,6 +147,12 @@ def least_probabilities(measurements: Measurements, grid: PlanGrid) -> tuple[flo
     """Those of the grid that were measured."""
     measured = set(measurements.least_probabilities)
     return tuple(sorted(measured.intersection(grid.least_probabilities)))
+
+
+def has_best_paths(measurements: Measurements, drafter: str) -> bool:
+    """Whether it was measured how probable paths of a drafter go on."""
+    drafters = [{name for name, _ in trace.best_ranks} for trace in measurements.traces]
+    return all(drafter in names for names in drafters)
 
 
 def ngram_matches(measurements: Measurements, grid: PlanGrid) -> tuple[int, ...]:

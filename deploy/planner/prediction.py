@@ -6,13 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from polybasic.chain.formats.plan import Plan
-from polybasic.chain.kernels.drafts import Counts
+from polybasic.chain.kernels.drafts import NGRAM, Counts
 from polybasic.deploy.planner.ahead import PlayedBlock, seconds_ahead
 from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.runtime.remote.link import answer_bytes, verify_bytes
-
-NGRAM = "ngram"
-"""Name of the n-gram drafts among members."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,8 @@ def predict(plan: Plan, played: Played, measurements: Measurements) -> Predicted
         passes[drafter] = int(drafts @ depths) / num_tokens
         seconds[drafter] = float(by_depth @ drafts) / num_tokens
     if plan.ngram is not None:
-        seconds[NGRAM] = measurements.ngram_seconds * int(drafts.sum()) / num_tokens
+        num_looks = int(drafts.sum()) + (int(drafts[1:].sum()) if plan.ngram.extends else 0)
+        seconds[NGRAM] = measurements.ngram_seconds * num_looks / num_tokens
     link_seconds = saved = 0.0
     in_turns = sum(seconds.values()) + overhead
     if measurements.link is not None:

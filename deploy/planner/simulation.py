@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from polybasic.chain.errors import UserError
-from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree
+from polybasic.chain.formats.plan import MAX_TREE_ROWS, Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import Counts
 from polybasic.deploy.planner.ahead import PlayedBlock
 from polybasic.deploy.planner.measuring.measurements import Measurements, Values, num_candidates
@@ -202,6 +202,10 @@ class Simulator:
             if (drafter, name) in self.measurements.traces[0].own_ranks:
                 own_ranks = self._ranks("own_ranks", drafter, name, tree)
                 own_accepted = _accepted(own_ranks, depths, rows)
+        if ngram is not None and ngram.extends and drafter is not None:
+            behind, num_more = self._behind(drafter, name, tree, ngram, depths, rows, headroom)
+            accepted = accepted + np.where(behind >= 0, np.minimum(behind, num_more), 0)
+            rows = rows + num_more
         if ngram is not None:
             copied = self._copied(ngram.min_match)
             copy_tokens = np.minimum(headroom, min(ngram.num_tokens, tree.rows - 1))
@@ -214,6 +218,30 @@ class Simulator:
         longest = np.minimum(headroom + 1, self._ends - positions)
         gains, own_gains = (np.minimum(counts + 1, longest) for counts in (accepted, own_accepted))
         return _TreeRounds(gains.tolist(), own_gains.tolist(), rows, depths)
+
+    def _behind(
+        self,
+        drafter: str,
+        name: str,
+        tree: Tree,
+        ngram: Ngram,
+        depths: Counts,
+        rows: Counts,
+        headroom: Counts,
+    ) -> tuple[Counts, Counts]:
+        """Of the copy behind a draft's most probable path, at each position: how many tokens are
+        right, -1 where the path is not or nothing is copied, and how many there are.
+
+        Whether a path that is wrong is gone on from is told by the text that stands in its place.
+        """
+        length = _accepted(self._ranks("best_ranks", drafter, name, tree), depths, rows)
+        matches = self._ranks("best_matches", drafter, name, tree)
+        places = np.arange(len(length)) + length
+        copied = self._copied(ngram.min_match)[np.minimum(places, len(length) - 1)]
+        is_copied = (length > 0) & (places < self._ends) & (copied >= 0)
+        room = np.minimum(headroom - length, MAX_TREE_ROWS - rows)
+        num_more = np.where(is_copied, np.minimum(room, ngram.num_tokens), 0)
+        return np.where(is_copied & (matches >= length), copied, -1), num_more
 
     def _ranks(self, what: str, drafter: str, name: str, tree: Tree) -> Counts:
         deepest = self.measurements.measured_depths(drafter, name)

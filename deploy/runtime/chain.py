@@ -249,15 +249,12 @@ class Chain:
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return cast(list[int], prompt)
         arguments(Asked, {"prompt": prompt})
-        encoder = self.engine.models.encoder
-        if encoder is not None:
-            source = token_ids_of(self.tokenizer, text_of(cast(str | Messages, prompt)))
-            return with_start(source, encoder)
+        is_encoded = self.engine.models.encoder is not None
         if isinstance(prompt, str):
-            if self.tokenizer.chat_template is None:
-                return token_ids_of(self.tokenizer, prompt)
+            if is_encoded or self.tokenizer.chat_template is None:
+                return self.prompt_of(token_ids_of(self.tokenizer, prompt))
             prompt = [{"role": "user", "content": prompt}]
-        if self.tokenizer.chat_template is None:
+        if not is_encoded and self.tokenizer.chat_template is None:
             raise UserError(
                 "no chat template",
                 "the chain's tokenizer",
@@ -270,6 +267,10 @@ class Chain:
                 f"the last one, of role {messages[-1]['role']}",
                 "end with a message of the assistant that is not empty",
             )
+        if is_encoded:
+            begun = messages.pop()["content"] if continues else ""
+            source = token_ids_of(tokenizer, text_of(messages))
+            return self.prompt_of(source) + token_ids_of(tokenizer, begun, add_special_tokens=False)
         try:
             return prompt_token_ids(
                 tokenizer, messages, takes_control_tokens, continues, template_options
@@ -280,6 +281,15 @@ class Chain:
                 f"the chain's tokenizer ({error})",
                 "change the roles or their order",
             ) from error
+
+    def prompt_of(self, token_ids: list[int]) -> list[int]:
+        """The prompt of a text's token ids, without a chat template.
+
+        Raises:
+            UserError: they end an encoder's source.
+        """
+        encoder = self.engine.models.encoder
+        return token_ids if encoder is None else with_start(token_ids, encoder)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

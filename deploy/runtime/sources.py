@@ -12,11 +12,9 @@ from polybasic.chain.kernels.torch.encoder_decoder import source_length
 from polybasic.deploy.runtime.request import Request
 
 
-def text_of(prompt: str | Sequence[Mapping[str, object]]) -> str:
-    """What an encoder reads of a prompt: it has no roles, so messages are their contents alone."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(str(message["content"]) for message in prompt)
+def text_of(messages: Sequence[Mapping[str, object]]) -> str:
+    """What an encoder reads of messages: it knows no roles, so they are their contents alone."""
+    return "\n\n".join(str(message["content"]) for message in messages)
 
 
 def with_start(token_ids: list[int], encoder: EncoderConfig) -> list[int]:

@@ -243,7 +243,7 @@ class Service:
                 before, behind = (self._of_text(text, False) for text in (given, asked.suffix))
                 prompts.append(Prompt(self._fills("suffix").prompt(before, behind)))
             elif isinstance(given, str):
-                prompts.append(Prompt(self._of_text(given, asked.add_special_tokens), given))
+                prompts.append(Prompt(self._prompt_of(given, asked.add_special_tokens), given))
             else:
                 prompts.append(Prompt(given, self._text(given) if asked.echo else ""))
         return prompts
@@ -312,6 +312,13 @@ class Service:
     def _of_text(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             return token_ids_of(self.chain.tokenizer, text, add_special_tokens)
+        except UserError as error:
+            raise bad_request(readable(error, self.chain), "prompt") from error
+
+    def _prompt_of(self, text: str, add_special_tokens: bool) -> list[int]:
+        token_ids = self._of_text(text, add_special_tokens)
+        try:
+            return self.chain.prompt_of(token_ids)
         except UserError as error:
             raise bad_request(readable(error, self.chain), "prompt") from error
 

@@ -94,9 +94,13 @@ def _sets_of_members(chain: "Chain") -> list[tuple[str, ...]]:
 
 def _answer_seconds(chain: "Chain", members: tuple[str, ...]) -> float:
     """Of a greedy answer to a prompt that is longer than what is read at a time."""
+    from polybasic.deploy.runtime.sources import with_start
+
     num_tokens = min(_NUM_PROMPT_TOKENS, chain.memory.context_tokens - _NUM_NEW_TOKENS)
     token_ids: list[int] = chain.tokenizer.encode(_QUESTION)
     prompt = (token_ids * (num_tokens // len(token_ids) + 1))[: max(num_tokens, 2)]
+    if (encoder := chain.engine.models.encoder) is not None:
+        prompt = with_start(prompt[:-1], encoder)
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "members": list(members)}
     begun = time.monotonic()
     chain.generate(prompt, max_new_tokens=_NUM_NEW_TOKENS, **options)

@@ -68,9 +68,7 @@ class Calibration:
 
     @property
     def usable_windows(self) -> list[int]:
-        """Windows of the grid that are shorter than the longest text; none over sources."""
-        if self.engine.models.encoder is not None:
-            return []
+        """Windows of the grid that are shorter than the longest text."""
         longest = max(map(len, self.answered), default=0)
         return [tokens for tokens in sorted(self.grid.windows) if tokens < longest]
 
@@ -112,6 +110,8 @@ def answer_prompts(
             if len(answer) > 1:
                 max_tokens = len(answer) if is_cut else max_new_tokens
                 answered.append(CalibrationPrompt(task, prompt, answer, max_tokens))
+    if engine.models.encoder is not None:  # over whose source there are no windows
+        grid = grid.model_copy(update={"windows": ()})
     return Calibration(engine, answered, stop_tokens, sampling, grid, rules)
 
 

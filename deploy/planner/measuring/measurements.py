@@ -106,6 +106,8 @@ class AcceptanceTrace:
         likely: of the same drafts as `ranks`, [N, D, P]: element [t, d - 1, i] is how many
             candidates of levels 1..d have the probability `Measurements.least_probabilities[i]` or
             more: those of the ranks up to there.
+        best_ranks: of the same drafts, as `ranks`, for the tokens of the most probable path.
+        best_matches: of the same paths, [N]: how many leading tokens are y's.
         max_tokens: most tokens that the answer could have had. If it has fewer, its last token is
             a stop token, which no drafter can foresee. None: as many as it has.
         num_prompt_tokens: before the answer.
@@ -119,6 +121,8 @@ class AcceptanceTrace:
     ngram: dict[int, Counts] | None
     own_ranks: dict[tuple[str, str], dict[int, Counts]] = field(default_factory=dict)
     likely: dict[tuple[str, str], dict[int, Counts]] = field(default_factory=dict)
+    best_ranks: dict[tuple[str, str], dict[int, Counts]] = field(default_factory=dict)
+    best_matches: dict[tuple[str, str], dict[int, Counts]] = field(default_factory=dict)
     max_tokens: int | None = None
     num_prompt_tokens: int = 0
 
@@ -134,6 +138,8 @@ class AcceptanceTrace:
             "ranks": _listed(self.ranks),
             "own_ranks": _listed(self.own_ranks),
             "likely": _listed(self.likely),
+            "best_ranks": _listed(self.best_ranks),
+            "best_matches": _listed(self.best_matches),
             "ngram": None if self.ngram is None else _lists(self.ngram),
             "max_tokens": self.max_tokens,
             "num_prompt_tokens": self.num_prompt_tokens,
@@ -149,6 +155,8 @@ class AcceptanceTrace:
             ranks=_unlisted(content["ranks"]),
             own_ranks=_unlisted(content["own_ranks"]),
             likely=_unlisted(content["likely"]),
+            best_ranks=_unlisted(content["best_ranks"]),
+            best_matches=_unlisted(content["best_matches"]),
             ngram=None if content["ngram"] is None else _counts(content["ngram"]),
             max_tokens=content["max_tokens"],
             num_prompt_tokens=content["num_prompt_tokens"],

@@ -36,6 +36,7 @@ from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.passes import alone
 from polybasic.deploy.runtime.rounds.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.runtime.rounds.stages import BaseTreeStage
+from polybasic.deploy.runtime.slots import num_common
 
 BLOCK_TOKENS = 16
 """Tokens that a model with a shared cache reads after the rows of the model above."""
@@ -227,6 +228,8 @@ def _trace(
     ranks: CountsByDrafter = {}
     own_ranks: CountsByDrafter = {}
     likely: CountsByDrafter = {}
+    best_ranks: CountsByDrafter = {}
+    best_matches: CountsByDrafter = {}
     for name in engine.verifiers:
         drafters = engine.models.drafters_of(name)
         texts = [[answer[place:] for place in places]]
@@ -237,14 +240,15 @@ def _trace(
         for drafter, top_k in product(drafters, top_ks):
             tree = Tree(depth=max(grid.depths), top_k=top_k, rows=2)
             drafting = engine.drafters.named(drafter, tree, windows.get(drafter), noise)
-            by_text, counts = _ranks(
-                drafting, states[name], example, texts, grid.least_probabilities
-            )
+            drafts = _drafts(drafting, states[name], example, texts, grid.least_probabilities)
+            pair = drafter, name
             if grid.least_probabilities:
-                likely.setdefault((drafter, name), {})[top_k] = counts
-            ranks.setdefault((drafter, name), {})[top_k] = by_text[0]
+                likely.setdefault(pair, {})[top_k] = drafts.likely
+            ranks.setdefault(pair, {})[top_k] = drafts.ranks[0]
             if name != target:
-                own_ranks.setdefault((drafter, name), {})[top_k] = by_text[1]
+                own_ranks.setdefault(pair, {})[top_k] = drafts.ranks[1]
+            best_ranks.setdefault(pair, {})[top_k] = drafts.best_ranks
+            best_matches.setdefault(pair, {})[top_k] = drafts.best_matches
     return AcceptanceTrace(
         task=example.task,
         probability=probability,
@@ -254,6 +258,8 @@ def _trace(
         own_ranks=own_ranks,
         ngram=copied,
         likely=likely,
+        best_ranks=best_ranks,
+        best_matches=best_matches,
         max_tokens=example.max_tokens,
         num_prompt_tokens=len(prompt),
     )
@@ -289,26 +295,46 @@ def _states(engine: Engine, example: CalibrationPrompt, windows: Windows) -> dic
     return {name: torch.cat(parts) for name, parts in states.items()}
 
 
+@dataclass(frozen=True)
+class _Drafts:
+    """What was drafted at each of N positions of an answer, to depth D.
+
+    Attributes:
+        ranks: of each text, [N, D, D].
+        likely: candidates that are probable enough, [N, D, P].
+        best_ranks: [N, D, D], of the most probable path.
+        best_matches: [N], leading tokens of that path that the answer has.
+    """
+
+    ranks: list[np.ndarray]
+    likely: np.ndarray
+    best_ranks: np.ndarray
+    best_matches: np.ndarray
+
+
 @torch.inference_mode()
-def _ranks(
+def _drafts(
     drafter: ExpandingDrafter,
     states: Tensor,
     example: CalibrationPrompt,
     texts: Sequence[Sequence[list[int]]],
     least_probabilities: Sequence[float],
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Ranks [N, D, D] of texts among the candidates drafted at each position of the answer, and how
-    many of these are probable enough, [N, D, P].
+) -> _Drafts:
+    """What a drafter drafts at each position of an answer.
 
     Args:
         drafter: whose trees are D deep at most.
         states: of its verifier, over prompt and answer.
-        texts: for each result, and each position, the tokens from there on.
+        texts: to be ranked: of each, at each position, the tokens from there on. The first is the
+            answer.
     """
     prompt, answer, depth = example.prompt, example.answer, drafter.max_depth
     drafter.rewind(0)
     drafter.observe(states[: len(prompt) - 1])
-    by_text = [np.full((len(answer), depth, depth), ABSENT, dtype=np.int64) for _ in texts]
+    *by_text, best_ranks = (
+        np.full((len(answer), depth, depth), ABSENT, dtype=np.int64) for _ in range(len(texts) + 1)
+    )
+    best_matches = np.zeros(len(answer), dtype=np.int64)
     likely = np.zeros((len(answer), depth, len(least_probabilities)), dtype=np.int64)
     least_scores = [math.log(probability) for probability in least_probabilities]
     for place in range(len(answer)):
@@ -320,7 +346,10 @@ def _ranks(
         for ranks, text in zip(by_text, texts, strict=True):
             ranks[place] = candidates.ranks(text[place][:depth])
         likely[place] = candidates.counts(least_scores)
-    return by_text, likely
+        path = candidates.best_path()
+        best_ranks[place] = candidates.ranks(path)
+        best_matches[place] = num_common(path, answer[place:])
+    return _Drafts(by_text, likely, best_ranks, best_matches)
 
 
 @torch.inference_mode()

@@ -9,16 +9,14 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from polybasic.chain.formats.plan import Ngram, Tree
-from polybasic.chain.kernels.drafts import DraftTree
+from polybasic.chain.formats.plan import MAX_TREE_ROWS, Ngram, Tree
+from polybasic.chain.kernels.drafts import NGRAM, DraftTree
 from polybasic.deploy.runtime.drafters.history import History
 from polybasic.deploy.runtime.drafters.interface import Drafter, NoDrafter
 from polybasic.deploy.runtime.rounds.verifier import PassClock
 
 NUM_MATCH_LENGTHS = 4
 """How many match lengths are tried, from the settings' `min_match` upwards."""
-NGRAM = "ngram"
-"""Named as the proposer of copies."""
 MAX_COPIES = 4
 """Most recent places that a draft copies from; common beginnings share rows."""
 
@@ -72,7 +70,8 @@ class NgramDrafter:
         self.fallback.rewind(num_observed)
 
     def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
-        return self.copied(tokens, max_depth) or self.fallback.draft(tokens, max_depth)
+        copied = self.copied(tokens, max_depth)
+        return copied or self.extended(self.fallback.draft(tokens, max_depth), max_depth)
 
     def copied(self, tokens: list[int], max_depth: int) -> DraftTree | None:
         """Copies after the sequence `tokens`; None if nothing matches."""
@@ -82,6 +81,22 @@ class NgramDrafter:
         if (found := self._copy(depth)) is not None or self.history is None:
             return found
         return self.history.drafted(tokens, depth, self.tree.rows)
+
+    def extended(self, tree: DraftTree, max_depth: int) -> DraftTree:
+        """Another drafter's tree after the same sequence, which `copied` has seen, with what
+        followed its most probable path before, where the settings want that."""
+        path = tree.best_path()
+        drafted = [tree.tokens[row] for row in path[1:]]
+        room = min(self.settings.num_tokens, max_depth - len(drafted), MAX_TREE_ROWS - len(tree))
+        if not (self.settings.extends and drafted and room > 0):
+            return tree
+        for token in drafted:
+            self._learn(token)
+        place = next(self._matches(), None)
+        found = [] if place is None else self._continuation(place, room)
+        for _ in drafted:
+            self._unlearn_last()
+        return tree.followed_by(path[-1], found) if found else tree
 
     def _copy(self, depth: int) -> DraftTree | None:
         """Candidates from the latest places where the longest match occurred; None if no match."""

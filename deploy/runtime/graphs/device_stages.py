@@ -226,10 +226,13 @@ class DeviceTreeStage(BaseTreeStage):
         gained, confidence = part.read_back()
         cache.keep(range(len(gained)))
         num_drafted, proposer = self._drafted
-        self._commit(gained, part.states[: len(gained)], num_drafted, proposer)
+        self._commit(gained, part.states[: len(gained)])
+        self._count(proposer, num_drafted, len(gained) - 1)
         draws = DeviceDraws(part.probabilities, part.path, confidence)
         rows = list(range(len(gained)))
-        return Round(gained, draws, rows, self._proposers(len(gained), proposer))
+        # the last token the verifier drew itself
+        proposers = [*[proposer] * (len(gained) - 1), self.verifier.name]
+        return Round(gained, draws, rows, proposers)
 
     def _part_for(self, shape: Tree) -> TreePart:
         num_candidates = shape.top_k + (shape.depth - 1) * shape.top_k**2

@@ -85,13 +85,10 @@ class DraftedBlocks:
     ) -> Passes[Block]:
         """The path of one draft, at most `limit` tokens; none where nothing is drafted."""
         tree = yield from draft(self.drafter, self.tokens, limit)
-        children, row, path = tree.children(), 0, list[int]()
-        while children[row]:
-            token, row = next(iter(children[row].items()))  # the best comes first
-            path.append(token)
-        path, _ = cut_at_end(path, limit, self.stop_tokens)
+        rows = tree.best_path()[1:]
+        path, _ = cut_at_end([tree.tokens[row] for row in rows], limit, self.stop_tokens)
         self.tokens += path
-        return Block(path, None, [tree.proposer] * len(path))
+        return Block(path, None, [*map(tree.proposer_of, rows)][: len(path)])
 
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         self.drafter.rewind(min(length, len(self.tokens)))

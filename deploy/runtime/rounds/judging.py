@@ -116,9 +116,9 @@ class RememberingTreeStage(TreeStage):
         self.states = []
         return (yield from super().propose(*given))
 
-    def _commit(self, gained: list[int], states: Tensor, num_drafted: int, proposer: str) -> None:
+    def _commit(self, gained: list[int], states: Tensor) -> None:
         self.states.append(states)
-        super()._commit(gained, states, num_drafted, proposer)
+        super()._commit(gained, states)
 
 
 class JudgedBlockStage(BlockStage):

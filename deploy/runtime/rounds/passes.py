@@ -158,21 +158,24 @@ def draft(
             a model would draft, or of a copy that does not begin so.
     """
     foretold = constraint.foretold(tokens, max_depth) if constraint is not None else []
-    if isinstance(drafter, NgramDrafter):
-        copied = drafter.copied(tokens, max_depth)
+    ngrams = drafter if isinstance(drafter, NgramDrafter) else None
+    if ngrams is not None:
+        copied = ngrams.copied(tokens, max_depth)
         if copied is not None and constraint is not None:
             copied = constraint.pruned(copied, tokens)
             if len(copied) == 1 or foretold not in copied.paths():
                 copied = None
         if copied is not None:
             return copied
-        drafter = drafter.fallback
+        drafter = ngrams.fallback
     if foretold:
         return DraftTree.of_path([tokens[-1], *foretold], GRAMMAR)
     if isinstance(drafter, ExpandingDrafter):
         tree = yield DraftPass(drafter, tokens, max_depth)
     else:
         tree = drafter.draft(tokens, max_depth)
+    if ngrams is not None:
+        tree = ngrams.extended(tree, max_depth)
     return tree if constraint is None else constraint.pruned(tree, tokens)
 
 

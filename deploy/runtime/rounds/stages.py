@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from polybasic.chain.formats.plan import Flush
-from polybasic.chain.kernels.drafts import DraftTree, walk
+from polybasic.chain.kernels.drafts import NGRAM, DraftTree, walk
 from polybasic.deploy.runtime.drafters.interface import Drafter
 from polybasic.deploy.runtime.rounds.draws import Draws
 from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing, Flushing
@@ -209,6 +209,8 @@ class Stage(ABC):
                 self.prompt_logprobs += logprobs_of(read.logits, following, num_top)
 
     def _count(self, proposer: str, num_tokens: int, num_accepted: int) -> None:
+        if not num_tokens:
+            return
         self.proposals.setdefault(proposer, Proposals()).count(num_tokens, num_accepted)
 
     def _logprobs(self, logits: Any, rows: list[int], tokens: list[int]) -> list[TokenLogprobs]:
@@ -282,17 +284,11 @@ class BaseTreeStage(Stage):
     def _verify(self, tree: Any, limit: int) -> Passes[Round]:
         """A pass over the tree and the walk; the gained tokens are committed."""
 
-    def _commit(self, gained: list[int], states: Tensor, num_drafted: int, proposer: str) -> None:
+    def _commit(self, gained: list[int], states: Tensor) -> None:
         """Take the gained tokens and the states of the rows that they were drawn from."""
         self.drafter.observe(states)
         self.tokens += gained
         self.accepted_lengths.append(len(gained))
-        if num_drafted:
-            self._count(proposer, num_drafted, len(gained) - 1)
-
-    def _proposers(self, num_gained: int, proposer: str) -> list[str]:
-        """All but the last token were proposed; that one the verifier drew itself."""
-        return [*[proposer] * (num_gained - 1), self.verifier.name]
 
 
 class HostStage(Stage):
@@ -323,15 +319,20 @@ class TreeStage(HostStage, BaseTreeStage):
         draws = Draws(self.sampler, Prefixes(self.tokens, tree.paths()))
         read = yield VerifierPass(self.verifier, tree, draws=draws)
         distributions = read.distributions()
-        path, last_token = walk(tree, lambda row: self.sampler.draw(distributions, row))
-        drawn = [*(tree.tokens[row] for row in path[1:]), last_token]
+        walked, last_token = walk(tree, lambda row: self.sampler.draw(distributions, row))
+        drawn = [*(tree.tokens[row] for row in walked[1:]), last_token]
         gained, _ = cut_at_end(drawn, limit, self.stop_tokens)
-        path = path[: len(gained)]
+        path = walked[: len(gained)]
         self.verifier.cache.keep(path)
         # a device gathers no rows that lie together
         kept = slice(len(path)) if path[-1] < len(path) else path
-        self._commit(gained, read.states[kept], len(tree) - 1, tree.proposer)
-        proposers = self._proposers(len(drawn), tree.proposer)[: len(gained)]
+        self._commit(gained, read.states[kept])
+        first_copied = len(tree) - tree.num_copied
+        num_copied = sum(row >= first_copied for row in path)
+        self._count(tree.proposer, first_copied - 1, len(path) - 1 - num_copied)
+        self._count(NGRAM, tree.num_copied, num_copied)
+        # the last token the verifier drew itself, unless the answer ends before it
+        proposers = [*map(tree.proposer_of, walked[1:]), self.verifier.name][: len(gained)]
         logprobs = self._logprobs(read.logits, path, gained)
         return Round(gained, distributions, path, proposers, logprobs)
 

@@ -107,8 +107,17 @@ def test_simulated_passes_are_those_of_real_answers(
     ]
     tree = Tree(depth=1, top_k=1, rows=5)
     copied = Plan(members=("target",), tree=tree, ngram=Ngram(min_match=1, num_tokens=4))
+    behind = [
+        Plan(
+            members=("target", "copy"),
+            tree=GRID_TREE.model_copy(update={"rows": rows}),
+            ngram=Ngram(min_match=1, num_tokens=4, extends=extends),
+        )
+        for rows in (4, 7)
+        for extends in (False, True)
+    ]
     counted, levels = set(), set()
-    for plan in (*two_models, copied):
+    for plan in (*two_models, copied, *behind):
         real = count_passes(chain, plan, PROMPTS, NUM_TOKENS, sampling)
         predicted = simulate(plan, measurements).passes
         # Copies cut short by the end of an answer leave rows for others, which is not simulated.
@@ -117,10 +126,13 @@ def test_simulated_passes_are_those_of_real_answers(
             found = predicted[name] * num_later(measurements)
             assert found == pytest.approx(num, rel=tolerance), plan
         counted.add(real["target"])
-        if plan.tree.depth == 3:
+        if plan.tree.depth == 3 and plan.ngram is None:
             levels.add(real["copy"] / real["target"])
     assert len(counted) > 3, "the shapes must differ for their counts to mean something"
     assert min(levels) < 0.9 * max(levels), "drafts must end early"
+    for alone, extended in zip(behind[::2], behind[1::2], strict=True):
+        fewer, more = (simulate(plan, measurements).passes["target"] for plan in (extended, alone))
+        assert fewer < more if not temperature else fewer <= more, "copies behind drafts are kept"
     # of blocks, which are approximated, rounds draw the first token, too
     monkeypatch.setattr(HostStage, "start", Stage.start)
     for members in (("target", "intermediate"), ("target", "intermediate", "copy")):

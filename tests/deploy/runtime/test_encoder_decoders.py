@@ -172,6 +172,12 @@ def test_messages_are_their_contents(chain: Chain) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
     assert chain.encode(messages) == chain.encode("be brief\n\nwhy?")
     assert chain.encode("why?")[-2:] == [chain.tokenizer.eos_token_id, 0]
+    assert chain.prompt_of([5, 6]) == [5, 6, 0]
+    begun = [*messages, {"role": "assistant", "content": "the sea"}]
+    spelled = chain.tokenizer("the sea", add_special_tokens=False)["input_ids"]
+    assert chain.encode(begun, continues=True) == [*chain.encode(messages), *spelled]
+    with pytest.raises(UserError, match="no message to continue"):
+        chain.encode(messages, continues=True)
 
 
 def test_an_answer_goes_on_from_a_beginning(chain: Chain, answers: list[list[int]]) -> None:

@@ -57,6 +57,61 @@ def test_copies_what_followed(tokens: list[int], drafted: list[int], parents: li
     assert draft(make_drafter(), tokens) == DraftTree(drafted, parents)
 
 
+class Drafts(NoDrafter):
+    """The same path or tree below the last token, whatever stands before it."""
+
+    def __init__(self, tokens: list[int], parents: list[int] | None = None) -> None:
+        self.tokens = tokens
+        self.parents = [*range(len(tokens))] if parents is None else parents
+
+    def draft(self, tokens: list[int], max_depth: int) -> DraftTree:
+        return DraftTree([tokens[-1], *self.tokens], [-1, *self.parents], "model")
+
+
+BEFORE = [1, 2, 3, 4, 9, 1]
+"""After the last token nothing can be copied; after a 2 behind it, 3 4 9 1 can."""
+
+
+@pytest.mark.parametrize(
+    ("drafted", "parents", "max_depth", "copied", "below"),
+    [
+        ([2], None, 99, [3, 4, 9], 1),
+        ([2, 3], None, 99, [4, 9, 1], 2),
+        # the answer has no room for more
+        ([2], None, 3, [3, 4], 1),
+        ([2], None, 1, [], 1),
+        # the most probable path is that of the first children
+        ([2, 7, 3], [0, 0, 1], 99, [4, 9, 1], 3),
+        ([7, 2], [0, 0], 99, [], 0),
+        # it ends where nothing stood before
+        ([5, 6], None, 99, [], 0),
+        ([], None, 99, [], 0),
+    ],
+)
+def test_copies_go_on_from_the_most_probable_path(
+    drafted: list[int], parents: list[int] | None, max_depth: int, copied: list[int], below: int
+) -> None:
+    fallback = Drafts(drafted, parents)
+    plain = fallback.draft(BEFORE, max_depth)
+    drafter = make_drafter(fallback=fallback, extends=True)
+    for _ in range(2):  # nothing is learned of drafts
+        found = draft(drafter, BEFORE, max_depth)
+        assert found == (plain.followed_by(below, copied) if copied else plain)
+        assert found.num_copied == len(copied)
+    proposers = [found.proposer_of(row) for row in range(1, len(found))]
+    assert proposers == ["model"] * len(drafted) + ["ngram"] * len(copied)
+    assert draft(make_drafter(fallback=fallback), BEFORE, max_depth) == plain
+    # a copy of the last tokens themselves comes first
+    assert draft(drafter, [*BEFORE, 2], max_depth=99).tokens == [2, 3, 4, 9]
+
+
+def test_a_pruned_tree_keeps_count_of_its_copies() -> None:
+    tree = DraftTree([1, 2, 7], [-1, 0, 0], "model").followed_by(1, [3, 4])
+    assert tree.where([True, True, False, True, True]).num_copied == 2
+    assert tree.where([True, True, True, True, False]).num_copied == 1
+    assert tree.where([True, False, True, True, True]).num_copied == 0
+
+
 def test_min_match_is_the_shortest_match_that_is_copied() -> None:
     assert draft(make_drafter(min_match=1), [1, 5, 6, 1]).tokens == [1, 5, 6, 1]
     assert draft(make_drafter(min_match=3), [1, 2, 3, 4, 1, 2]).tokens == [2]
