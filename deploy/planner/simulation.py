@@ -203,9 +203,8 @@ class Simulator:
                 own_ranks = self._ranks("own_ranks", drafter, name, tree)
                 own_accepted = _accepted(own_ranks, depths, rows)
         if ngram is not None and ngram.extends and drafter is not None:
-            behind, num_more = self._behind(drafter, name, tree, ngram, depths, rows, headroom)
-            accepted = accepted + np.where(behind >= 0, np.minimum(behind, num_more), 0)
-            rows = rows + num_more
+            more, right = self._behind(drafter, name, tree, ngram, depths, rows, headroom)
+            accepted, rows = accepted + right, rows + more
         if ngram is not None:
             copied = self._copied(ngram.min_match)
             copy_tokens = np.minimum(headroom, min(ngram.num_tokens, tree.rows - 1))
@@ -229,8 +228,8 @@ class Simulator:
         rows: Counts,
         headroom: Counts,
     ) -> tuple[Counts, Counts]:
-        """Of the copy behind a draft's most probable path, at each position: how many tokens are
-        right, -1 where the path is not or nothing is copied, and how many there are.
+        """Tokens of the copy behind a draft's most probable path, at each position, and how many of
+        them are right.
 
         Whether a path that is wrong is gone on from is told by the text that stands in its place.
         """
@@ -240,8 +239,9 @@ class Simulator:
         copied = self._copied(ngram.min_match)[np.minimum(places, len(length) - 1)]
         is_copied = (length > 0) & (places < self._ends) & (copied >= 0)
         room = np.minimum(headroom - length, MAX_TREE_ROWS - rows)
-        num_more = np.where(is_copied, np.minimum(room, ngram.num_tokens), 0)
-        return np.where(is_copied & (matches >= length), copied, -1), num_more
+        more = np.where(is_copied, np.minimum(room, ngram.num_tokens), 0)
+        is_right = is_copied & (matches >= length)
+        return more, np.where(is_right, np.minimum(copied, more), 0)
 
     def _ranks(self, what: str, drafter: str, name: str, tree: Tree) -> Counts:
         deepest = self.measurements.measured_depths(drafter, name)

@@ -66,14 +66,14 @@ def completed(config: Mapping[str, Any], defaults: Mapping[str, Any], where: str
     are_bound = not values.get("is_encoder_decoder", False)  # heads, to the hidden size
     num_heads = read.num_attention_heads
     if are_bound and num_heads > 0 and read.hidden_size % num_heads:
-        raise _malformed(
+        raise malformed(
             where,
             f"hidden_size {read.hidden_size}",
             f"no multiple of num_attention_heads {read.num_attention_heads}",
         )
     types = read.layer_types
     if types is not None and len(types) != read.num_hidden_layers:
-        raise _malformed(
+        raise malformed(
             where, f"layer_types of {len(types)}", f"num_hidden_layers is {read.num_hidden_layers}"
         )
     return read
@@ -117,7 +117,7 @@ def _objects(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if rope:
             parts = [rope] if not isinstance(rope, dict) else [*_nested(rope)]
             if any(not isinstance(part, dict) for part in parts):
-                raise _malformed(where, f"{key} {rope!r}", "it is an object of rotary parameters")
+                raise malformed(where, f"{key} {rope!r}", "it is an object of rotary parameters")
             return dict(rope)
     return {}
 
@@ -146,8 +146,14 @@ def _check_type(key: str, value: Any, default: Any, where: str) -> None:
     else:
         right = isinstance(value, int | float)
     if not right:
-        raise _malformed(where, f"{key} {value!r}", "it has another type")
+        raise malformed(where, f"{key} {value!r}", "it has another type")
 
 
-def _malformed(where: str, what: str, why: str) -> UserError:
+def malformed(where: str, what: str, why: str) -> UserError:
+    """The error of a config.json that no model has.
+
+    Args:
+        where: names the file.
+        what: its value.
+    """
     return UserError("malformed model config", f"{where} {what}: {why}", "fetch or write it again")

@@ -6,6 +6,7 @@ from typing import Any
 from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoints.decoder_config import EncoderConfig
 from polybasic.chain.formats.families.family import Family, Read
+from polybasic.chain.formats.families.reading import malformed
 
 _NAMES = {
     "hidden_size": "d_model",
@@ -54,11 +55,7 @@ def _spelled(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _check_number(value: Any, where: str, name: str, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(
-            "malformed model config",
-            f"{where} {name} {value!r}",
-            f"it is a whole number from {least} on: fetch or write it again",
-        )
+        raise malformed(where, f"{name} {value!r}", f"it is a whole number from {least} on")
 
 
 def _unsupported(where: str, what: str) -> UserError:

@@ -85,10 +85,12 @@ class NgramDrafter:
     def extended(self, tree: DraftTree, max_depth: int) -> DraftTree:
         """Another drafter's tree after the same sequence, which `copied` has seen, with what
         followed its most probable path before, where the settings want that."""
+        if not self.settings.extends:
+            return tree
         path = tree.best_path()
         drafted = [tree.tokens[row] for row in path[1:]]
         room = min(self.settings.num_tokens, max_depth - len(drafted), MAX_TREE_ROWS - len(tree))
-        if not (self.settings.extends and drafted and room > 0):
+        if not drafted or room <= 0:
             return tree
         for token in drafted:
             self._learn(token)

@@ -402,8 +402,7 @@ class BaseBlockStage(Stage):
         self.verifier.cache.keep(range(len(unread) + len(gained) - 1))
         self.tokens += gained
         self.accepted_lengths.append(len(gained))
-        if block.tokens:
-            self._count(self.below.verifier.name, len(block.tokens), len(gained) - 1)
+        self._count(self.below.verifier.name, len(block.tokens), len(gained) - 1)
         self._num_read = len(self.tokens) - 1
         states = kept.states[: len(unread) + len(gained) - 1]
         self.below.resolve(self._num_read, gained[-1], states if self.shares_cache else None)
