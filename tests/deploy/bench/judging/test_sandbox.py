@@ -4,6 +4,7 @@ import shutil
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,15 +66,16 @@ def test_nothing_outlives_its_time(program: str) -> None:
     began = time.monotonic()
     assert not passes(program)
     assert time.monotonic() - began < 3 * sandbox.SECONDS
-    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _is_ours(path)]
-    assert not any(b"sleep(61.25)" in command for command in running)
+    while _is_running(b"sleep(61.25)"):  # the kernel kills the rest in its own time
+        assert time.monotonic() - began < 10 * sandbox.SECONDS
 
 
-def _is_ours(path: Path) -> bool:
-    try:
-        return bool(path.read_bytes())
-    except OSError:  # it has ended meanwhile
-        return False
+def _is_running(command: bytes) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            if command in path.read_bytes():
+                return True
+    return False
 
 
 def test_a_machine_that_runs_nothing_apart_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
