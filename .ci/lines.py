@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 29_830,
-    "deploy": 33_175,
+    "chain": 29_930,
+    "deploy": 33_395,
     "quantize": 1_400,
-    "recipes": 8_445,
-    "train": 8_720,
-    "benchmarks": 8_790,
-    "tests": 66_235,
+    "recipes": 8_670,
+    "train": 9_085,
+    "benchmarks": 8_875,
+    "tests": 66_750,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -202,6 +202,19 @@ class Engine:
                 sequence.resume(result)
             return True
 
+    def exchange(self, name: str, head: Executor) -> None:
+        """Let a head draft, from the next answer on, in the place of one of its kind and sizes.
+
+        No answer may be under way, and no passes of heads be captured.
+        """
+        with self._stepping:
+            self._reap()
+            assert not self._running, f"{len(self._running)} answers draft with {name}"
+            assert not self.models.run_on_device, f"passes of {name} are captured"
+            self.models.drafters[name] = head
+            for slot in self.slots.made:
+                slot.drafters.exchange(name)
+
     def _make_room(self) -> None:
         """Pause sequences while the caches hold more than they may: first those that do not want to
         run, then the latest; and those for the first that wants to start where none runs."""

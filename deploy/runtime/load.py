@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
+from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.formats.checkpoints.kinds import is_head
 from polybasic.chain.formats.checkpoints.shard import check_divisible
 from polybasic.chain.formats.extensions import resolve
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS, steers
 from polybasic.chain.formats.kept import known_sha256
+from polybasic.chain.formats.learned import learned_folder, read_learned, undone_by
 from polybasic.chain.formats.lineage import find_steered
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PlansByTemperature
@@ -26,6 +29,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES, multiplies_fast, name_of
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder, serving_dtype
+from polybasic.chain.readable import counted
 from polybasic.chain.settings import arguments
 from polybasic.deploy.runtime.chain import Chain, checked_plan
 from polybasic.deploy.runtime.defaults import read_default_sampling, read_stop_tokens
@@ -128,6 +132,7 @@ def load_checked(checked: CheckedChain, options: LoadOptions, can_pause: bool = 
         temperature = default_sampling.temperature
     chosen = _chosen_plan(checked, options.plan, measured.at(temperature))
     leader = Leader(num_parts, device) if num_parts > 1 else None
+    checked = _with_learned(checked, options)
     models = _load_models(checked, device, dtype, stated, options.graphs, leader)
     if remote is not None:
         models.remote = remote
@@ -398,6 +403,21 @@ def _context_tokens(checked: CheckedChain, options: LoadOptions) -> int:
             f"use 1 to {declared[shortest]}, for which {shortest} is declared",
         )
     return given
+
+
+def _with_learned(checked: CheckedChain, options: LoadOptions) -> CheckedChain:
+    """The chain with the head beside it that has learned from answers, if there is one."""
+    learned = read_learned(checked.folder)
+    if learned is None or learned.member in checked.elsewhere:
+        return checked
+    folder, undone = learned_folder(checked.folder), undone_by(checked.folder)
+    if not learned.fits(checked.manifest):
+        _log.warning("not used, it began as another head: %s; remove it: %s", folder, undone)
+        return checked
+    answers = counted(learned.num_answers, "answer")
+    (options.say or _log.info)(f"{learned.member} has learned from {answers}; undo it: {undone}")
+    config = read_config(folder)
+    return replace(checked, configs=checked.configs | {learned.member: config})
 
 
 def _load_models(

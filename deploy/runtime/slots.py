@@ -375,6 +375,13 @@ class Drafters:
         """A drafter over the draft model of this name, with such trees and such a window."""
         return self._make(name, tree).drafting(tree, window, noise)
 
+    def exchange(self, name: str) -> None:
+        """Draft with the model that now has this name, which reads all tokens anew."""
+        if name in self._made:
+            drafter = self._made[name]
+            drafter.model = self.models.drafters[name]
+            drafter.cache.truncate(0)
+
     def copy_from(self, other: "Drafters", num_tokens: int) -> None:
         """Take over what another sequence's drafters know of its first tokens."""
         for name, theirs in other._made.items():

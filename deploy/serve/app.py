@@ -31,6 +31,7 @@ from polybasic.deploy.serve.api.replies import Reply
 from polybasic.deploy.serve.api.responses import ResponsesReply, ResponsesRequest
 from polybasic.deploy.serve.api.streams import EventStream, summary
 from polybasic.deploy.serve.guard import Guard, Json, error_response, unless_gone
+from polybasic.deploy.serve.learning import Learner
 from polybasic.deploy.serve.metrics import CONTENT_TYPE
 from polybasic.deploy.serve.service import Service
 from polybasic.deploy.serve.settings import ServeSettings
@@ -74,7 +75,7 @@ _ERROR = {
 _REFUSALS: dict[int | str, dict[str, Any]] = {"4XX": _ERROR, "5XX": _ERROR}
 
 
-def create_app(chain: Chain, settings: ServeSettings) -> FastAPI:
+def create_app(chain: Chain, settings: ServeSettings, learner: Learner | None = None) -> FastAPI:
     """The ASGI application over a loaded chain.
 
     It starts the chain's thread with its lifespan and ends it there; `app.state.service` is what
@@ -82,8 +83,9 @@ def create_app(chain: Chain, settings: ServeSettings) -> FastAPI:
 
     Args:
         chain: as `load_chain` returns it, with at least `settings.sequences` sequences.
+        learner: learns from its answers.
     """
-    service = Service(chain, settings)
+    service = Service(chain, settings, learner)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
 from polybasic.deploy.runtime.request import Statistics
+from polybasic.deploy.serve.learning import Progress
 
 PREFIX = "polybasic:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,6 +98,18 @@ class Metrics:
             "position",
         )
 
+        self._learning_time = self._counter("learning_seconds", "Of learning while nobody asked.")
+        self._learned_tokens = self._gauge(
+            "learned_tokens", "Tokens of answers, each as often as it was learned from."
+        )
+        self._learned_heads = self._gauge("learned_heads", "Heads that have taken another's place.")
+        self._tokens_a_round = Gauge(
+            f"{PREFIX}learning_tokens_a_round",
+            "Expected of greedy drafts, over answers not yet learned from, by weights.",
+            ["model_name", "weights"],
+            registry=self.registry,
+        )
+
     def text(self) -> bytes:
         """In Prometheus' format."""
         return generate_latest(self.registry)
@@ -108,6 +121,15 @@ class Metrics:
     def refused(self, code: str) -> None:
         """Count a request that was not taken."""
         self._refused.labels(self._model_name, code).inc()
+
+    def learning(self, progress: Progress, seconds: float) -> None:
+        """Count a piece of learning."""
+        self._learning_time.inc(seconds)
+        self._learned_tokens.set(progress.num_tokens)
+        self._learned_heads.set(progress.num_heads)
+        for weights, found in ("served", progress.served), ("learned", progress.learned):
+            if found is not None:
+                self._tokens_a_round.labels(self._model_name, weights).set(found)
 
     def cost(self, statistics: Statistics) -> None:
         """Count what an answer cost, however it has ended."""

@@ -20,6 +20,7 @@ from polybasic.deploy.serve.api.errors import (
     out_of_time,
     shutting_down,
 )
+from polybasic.deploy.serve.learning import Learner
 from polybasic.deploy.serve.metrics import Metrics
 from polybasic.deploy.serve.tickets import Job, News, RequestHandle
 
@@ -69,14 +70,20 @@ class Scheduler:
 
     Its public methods are called in the event loop that `start` was called in.
 
+    Args:
+        learner: learns from answers while there are none to make.
+
     Attributes:
         is_broken: whether it has failed.
         lost: why it cannot go on, if another process of the chain has ended.
         when_lost: called in its thread then.
     """
 
-    def __init__(self, chain: Chain, metrics: Metrics, limits: Limits) -> None:
+    def __init__(
+        self, chain: Chain, metrics: Metrics, limits: Limits, learner: Learner | None = None
+    ) -> None:
         self.chain, self.metrics, self.limits = chain, metrics, limits
+        self._learner, self._may_learn = learner, learner is not None
         self._state = _State()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="polybasic-engine", daemon=True)
@@ -194,10 +201,14 @@ class Scheduler:
     def _turn(self) -> None:
         with self._changed:
             state = self._state
-            while not (state.waiting or state.running or state.gone or state.is_stopping):
+            while not (self._has_work or self._may_learn):
                 self._changed.wait()
+            is_asked = self._has_work
             if state.gone or time.monotonic() - self._looked_at > _LOOK_SECONDS:
                 self._drop()
+        if not is_asked:
+            self._learn()
+            return
         self._admit()
         moved = self._step() if state.running else False
         now = time.monotonic()
@@ -208,6 +219,25 @@ class Scheduler:
             with self._changed:
                 if (state.waiting or state.running) and not state.gone:
                     self._changed.wait(_IDLE_SECONDS)
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether there is anything to do for a client, or to end."""
+        state = self._state
+        return bool(state.waiting or state.running or state.gone or state.is_stopping)
+
+    def _learn(self) -> None:
+        """Do a piece of a learner's work while nobody waits; one that fails learns no more."""
+        assert self._learner is not None
+        began = time.monotonic()
+        try:
+            self._may_learn = self._learner.work()
+        except Exception as error:
+            told = None if isinstance(error, UserError) else error
+            _log.error("learning has ended: %s", error, exc_info=told)
+            self._learner, self._may_learn = None, False
+            return
+        self.metrics.learning(self._learner.progress, time.monotonic() - began)
 
     def _drop(self) -> None:
         """Give up what was cancelled or takes too long."""
@@ -278,7 +308,7 @@ class Scheduler:
             assert live is not None
             is_over, pieces = live.is_over, live.take()
             if pieces:
-                self._measure(job, sum(len(piece.token_ids) for piece in pieces), now)
+                self._measure(job, pieces, now)
             if is_over and live.error is not None:
                 self._end(job, self._failure(job, live.error), "error")
             elif is_over:
@@ -299,6 +329,10 @@ class Scheduler:
         self._seconds_an_answer += (seconds - self._seconds_an_answer) / 8
         self.metrics.latency.observe(seconds)
         self.metrics.cost(statistics)
+        # the text of a lossy plan is not the target's own
+        if self._learner is not None and statistics.num_tolerated is None:
+            self._learner.add(job.prompt, job.token_ids)
+            self._may_learn = True
         self._is_urgent = True
         self._remove(job, "length" if statistics.stopped_by == "length" else "stop")
 
@@ -320,7 +354,10 @@ class Scheduler:
             self._show()
         self.metrics.ended(reason)
 
-    def _measure(self, job: Job, num: int, now: float) -> None:
+    def _measure(self, job: Job, pieces: list[Piece], now: float) -> None:
+        new = [token for piece in pieces for token in piece.token_ids]
+        num = len(new)
+        job.token_ids += new
         self.metrics.generation_tokens.inc(num)
         if job.first_at is None:
             job.first_at, self._is_urgent = now, True

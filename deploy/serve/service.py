@@ -26,6 +26,7 @@ from polybasic.deploy.serve.api.protocol import (
 from polybasic.deploy.serve.api.reasoning import CLOSING, OPENING
 from polybasic.deploy.serve.api.replies import ChatReply, CompletionReply, Reply
 from polybasic.deploy.serve.api.tools import Tool, style_of
+from polybasic.deploy.serve.learning import Learner
 from polybasic.deploy.serve.markdown import MAX_CHARACTERS, Node, elements
 from polybasic.deploy.serve.metrics import Metrics
 from polybasic.deploy.serve.reading import Reading
@@ -60,13 +61,15 @@ class Service:
         context_tokens: prompt and answer together.
     """
 
-    def __init__(self, chain: Chain, settings: ServeSettings) -> None:
+    def __init__(
+        self, chain: Chain, settings: ServeSettings, learner: Learner | None = None
+    ) -> None:
         self.chain, self.settings = chain, settings
         self.metrics = Metrics(settings.model_names[0])
         limits = Limits(
             settings.sequences, settings.queue, settings.queued_tokens, settings.request_seconds
         )
-        self.scheduler = Scheduler(chain, self.metrics, limits)
+        self.scheduler = Scheduler(chain, self.metrics, limits, learner)
         self.tokenizer = chain.tokenizer.backend_tokenizer
         self.texts = TokenTexts(self.tokenizer)
         self.context_tokens: int = chain.engine.context_tokens

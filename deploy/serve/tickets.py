@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polybasic.deploy.runtime.live import LiveAnswer
@@ -33,7 +33,11 @@ class News:
 
 @dataclass(eq=False)
 class Job:
-    """One answer, from its place in the queue to its end."""
+    """One answer, from its place in the queue to its end.
+
+    Attributes:
+        token_ids: of the answer so far.
+    """
 
     ticket: "RequestHandle"
     index: int
@@ -42,6 +46,7 @@ class Job:
     live: LiveAnswer | None = None
     first_at: float | None = None
     last_at: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
 
 
 class RequestHandle:

@@ -24,6 +24,7 @@ from polybasic.recipes.cli import (
     chat,
     doctor,
     export,
+    forget,
     measure,
     migrate,
     recipes,
@@ -91,6 +92,7 @@ app.command()(chain.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(serve_target.serve_target)
+app.command()(forget.forget)
 app.command()(trace.trace)
 app.command()(chain.inspect)
 app.command()(chain.verify)

@@ -118,6 +118,13 @@ def serve(
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Copy no drafts from what was said before.")
     ] = False,
+    learn: Annotated[
+        bool,
+        typer.Option(
+            "--learn",
+            help="The draft head learns from answers while nobody asks; kept beside the chain.",
+        ),
+    ] = False,
     no_page: Annotated[bool, typer.Option("--no-page", help="No chat page at /.")] = False,
     no_graphs: NoGraphsOption = False,
     target: TargetOption = None,
@@ -170,13 +177,19 @@ def serve(
     note_bare(loaded, as_named(chain, small))
     if not served_model_name:
         settings = settings.model_copy(update={"model_names": (_name(loaded),)})
-    app = create_app(loaded, settings)
+    learner = None
+    if learn:
+        from polybasic.recipes.pipeline.learning import ChainLearner
+
+        learner = ChainLearner(loaded)
+    app = create_app(loaded, settings, learner)
     # what is loaded stays; each full collection would walk it for a fifth of a second
     gc.collect()
     gc.freeze()
     address = listening.getsockname()
     log_to_stderr(settings.log_format)
     about = "\n".join(_about(loaded, settings, f"http://{host}:{address[1]}"))
+    about = about if learner is None else f"{about}\n{learner.about}"
     Server(app, shutdown_timeout, lambda: say(about)).run([listening])
     if (lost := app.state.service.scheduler.lost) is not None:
         raise lost

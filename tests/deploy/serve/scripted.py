@@ -11,6 +11,7 @@ from typing import Any
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy.runtime.request import Piece, Statistics
+from polybasic.deploy.serve.learning import Learner
 from polybasic.deploy.serve.metrics import Metrics
 from polybasic.deploy.serve.scheduler import Limits, Scheduler
 from polybasic.deploy.serve.tickets import News, RequestHandle
@@ -81,11 +82,16 @@ class ScriptedChain:
 
 @asynccontextmanager
 async def scheduling(
-    chain: Any, sequences: int = 2, queue: int = 100, queued_tokens: int = 1000, seconds: float = 60
+    chain: Any,
+    sequences: int = 2,
+    queue: int = 100,
+    queued_tokens: int = 1000,
+    seconds: float = 60,
+    learner: Learner | None = None,
 ) -> AsyncIterator[Scheduler]:
     """A scheduler that runs as long as the block."""
     limits = Limits(sequences, queue, queued_tokens, seconds)
-    scheduler = Scheduler(chain, Metrics("tiny"), limits)
+    scheduler = Scheduler(chain, Metrics("tiny"), limits, learner)
     scheduler.start()
     try:
         yield scheduler

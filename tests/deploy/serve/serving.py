@@ -18,6 +18,7 @@ from polybasic.deploy import load_chain
 from polybasic.deploy.runtime.chain import Chain
 from polybasic.deploy.runtime.listening import bound
 from polybasic.deploy.serve.app import create_app
+from polybasic.deploy.serve.learning import Learner
 from polybasic.deploy.serve.server import Server
 from polybasic.deploy.serve.service import Service
 from polybasic.deploy.serve.settings import ServeSettings
@@ -106,10 +107,10 @@ class Served:
 
 
 @contextmanager
-def serving(chain: Chain, **settings: Any) -> Iterator[Served]:
+def serving(chain: Chain, learner: Learner | None = None, **settings: Any) -> Iterator[Served]:
     """A server over a chain, at a free port, as long as the block runs."""
     given = {"model_names": ("tiny",), "sequences": 4, **settings}
-    app = create_app(chain, ServeSettings(**given))
+    app = create_app(chain, ServeSettings(**given), learner)
     listening = bound("127.0.0.1", 0, "--port 0", "--port 0")
     server = Server(app, shutdown_seconds=5)
     thread = Thread(target=server.run, args=([listening],))

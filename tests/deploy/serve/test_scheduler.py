@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from polybasic.chain.errors import UserError
 from polybasic.deploy.serve.api.errors import ApiError
+from polybasic.deploy.serve.learning import Progress
 from polybasic.deploy.serve.scheduler import Scheduler
 from tests.deploy.serve.scripted import ScriptedChain, scheduling, ticket, until, whole
 
@@ -266,3 +268,80 @@ def test_stopping_tells_those_who_wait() -> None:
             assert chain.begun[0].is_closed
 
     run(test())
+
+
+class CountingLearner:
+    """Does a piece of work for each token of the answers that it was given."""
+
+    def __init__(self, chain: ScriptedChain, failure: Exception | None = None) -> None:
+        self.chain, self.failure = chain, failure
+        self.texts: list[tuple[list[int], list[int]]] = []
+        self.num_left = self.num_done = 0
+        self.was_busy = False
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.num_done, 1, 1.5, 2.5)
+
+    def add(self, prompt: list[int], answer: list[int]) -> None:
+        self.texts.append((prompt, answer))
+        self.num_left += len(answer)
+
+    def work(self) -> bool:
+        self.was_busy |= any(not answer.is_over for answer in self.chain.begun)
+        if not self.num_left:
+            return False
+        if self.failure is not None:
+            raise self.failure
+        self.num_left, self.num_done = self.num_left - 1, self.num_done + 1
+        return True
+
+
+def test_it_learns_from_answers_while_nobody_asks() -> None:
+    async def test() -> None:
+        chain = ScriptedChain()
+        learner = CountingLearner(chain)
+        async with scheduling(chain, learner=learner) as scheduler:
+            scheduler.submit(asked := ticket("a", 3, 2))
+            chain.run(10)
+            await whole(asked)
+            await until(lambda: learner.num_done == 5)
+            scheduler.submit(given_up := ticket("b", 400))
+            await until(lambda: len(chain.begun) == 3)
+            scheduler.cancel(given_up)
+            chain.run(10)
+            scheduler.submit(asked := ticket("c", 4))
+            await whole(asked)
+            await until(lambda: learner.num_done == 9)
+        assert sorted(learner.texts) == [
+            ([2], [64, 65]),
+            ([3], [64, 65, 66]),
+            ([4], [64, 65, 66, 67]),
+        ]
+        assert not learner.was_busy
+        assert sample(scheduler, "learned_tokens") == 9
+        assert sample(scheduler, "learning_tokens_a_round", weights="learned") == 2.5
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_learning_that_fails_ends_and_answers_go_on(
+    is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = UserError("disk full", "/somewhere", "free some") if is_told else ValueError("what")
+
+    async def test() -> None:
+        chain = ScriptedChain()
+        learner = CountingLearner(chain, failure)
+        async with scheduling(chain, learner=learner) as scheduler:
+            chain.run(20)
+            for _ in range(3):
+                scheduler.submit(asked := ticket("a", 3))
+                await whole(asked)
+            await until(lambda: "learning has ended" in caplog.text)
+            assert scheduler.is_ready
+
+    run(test())
+    assert caplog.text.count("learning has ended") == 1
+    assert ("Traceback" in caplog.text) == (not is_told)

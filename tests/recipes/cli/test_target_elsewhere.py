@@ -20,7 +20,8 @@ def test_every_command_on_a_chain_takes_a_target_from_where_it_lies(
         for name, command in commands.items()
     }
     reading = {name for name, names in options.items() if "chain" in names}
-    assert {name for name in reading if "--target" not in options[name]} == {"migrate"}
+    without = {name for name in reading if "--target" not in options[name]}
+    assert without == {"migrate", "forget"}
     chain = tmp_path / "chain"
     tiny_chain_parts.package(chain, copy_target=False)
     target = tiny_chain_parts.target.rename(tmp_path / "elsewhere")
