@@ -4,49 +4,64 @@
         [--conversations N] [--beginning N] [--dtype bfloat16] [--record FILE]
 
 Many sequences of `--tokens` each, at a limit of `--context-tokens`, are answered at a time, and
-what the process takes more than before is printed beside what caches of whole contexts would. Then
+what the process takes more than before is printed beside what caches of whole contexts would; and
+as many that have their first `--beginning` tokens in common, once one of them is answered. Then
 conversations of `--beginning` tokens, the first 64 of which are the same, as of a system prompt,
 take turns: each is asked once, then each again with what is new. No token ends an answer. Texts are
 questions one after the other.
 """
 
 import time
+from pathlib import Path
 from statistics import median
 
-import torch
 from command import ScriptReport, begin, load, options, positive, run
 from systems import prompts_of_length
 
 from polybasic.chain.errors import UserError
 from polybasic.deploy import Chain
-from polybasic.deploy.runtime.hardware import usage
 
 NUM_NEW = 32
 """Tokens of an answer, and of what a second turn adds to it."""
 NUM_COMMON = 64
 """That all conversations begin with."""
+_PAGES = Path("/proc/self/smaps_rollup")
 
 
 def in_use() -> int:
-    """Bytes of this process.
+    """Bytes of this process, those of pages that it has mapped several times once.
 
     Raises:
         UserError: the system does not tell.
     """
-    used = usage(torch.device("cpu"))
-    if used is None:
+    if not _PAGES.exists():
         raise UserError("memory in use is not known", "of this system", "run it on Linux")
-    return used.now
+    lines = _PAGES.read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def forget(chain: Chain) -> None:
+    """Empty all caches."""
+    for slot in chain.engine.slots.made:
+        slot.drop()
 
 
 def report_memory(
-    report: ScriptReport, chain: Chain, prompts: list[list[int]], num_tokens: int
+    report: ScriptReport,
+    chain: Chain,
+    prompts: list[list[int]],
+    num_tokens: int,
+    num_common: int = 0,
 ) -> None:
-    """What the caches of all sequences take at a time."""
+    """What the caches of all sequences take at a time, of which some tokens may be the same."""
     num = len(prompts)
     chain.generate(prompts[0][:NUM_NEW], max_new_tokens=NUM_NEW)
-    before = in_use()
-    live = [chain.begin(text, max_new_tokens=NUM_NEW, ignore_eos=True) for text in prompts]
+    forget(chain)
+    before, live = in_use(), []
+    for place, text in enumerate(prompts):
+        live.append(chain.begin(text, max_new_tokens=NUM_NEW, ignore_eos=True))
+        while num_common and not place and chain.step():
+            pass
     while chain.step():
         pass
     taken = in_use() - before
@@ -54,8 +69,9 @@ def report_memory(
     whole = num * chain.memory.context_tokens * chain.memory.token_bytes
     row = [f"{num} x {num_tokens}", f"{taken / 1e6:.0f}", f"{whole / 1e6:,.0f}", str(paused)]
     columns = ["sequences x tokens", "taken, MB", "of whole contexts, MB", "pauses"]
+    which = f"that have {num_common:,} tokens in common, " if num_common else ""
     limit = f"at a limit of {chain.memory.context_tokens:,} tokens"
-    report.table(f"Caches of sequences {limit}", columns, [row])
+    report.table(f"Caches of sequences {which}{limit}", columns, [row])
 
 
 def report_turns(report: ScriptReport, chain: Chain, talks: list[list[int]]) -> None:
@@ -107,9 +123,13 @@ def main() -> None:
     def texts(num: int, num_tokens: int) -> list[list[int]]:
         return prompts_of_length(chain, arguments.prompts, num_tokens, num, 2 * NUM_NEW)
 
-    report_memory(
-        report, chain, texts(arguments.sequences, arguments.tokens - NUM_NEW), arguments.tokens
-    )
+    each = texts(arguments.sequences, arguments.tokens - NUM_NEW)
+    report_memory(report, chain, each, arguments.tokens)
+    [common] = texts(1, arguments.beginning)
+    alike = [[*common, *text[:NUM_NEW]] for text in each]
+    num_tokens = arguments.beginning + 2 * NUM_NEW
+    report_memory(report, chain, alike, num_tokens, arguments.beginning)
+    forget(chain)
     report_turns(report, chain, texts(arguments.conversations, arguments.beginning))
     report.write(arguments.record)
 

@@ -139,7 +139,7 @@ class ActiveSequence:
     def has_room(self) -> bool:
         """Whether the caches have room for its tokens and the next ones."""
         num_next = min(self._num_left, _ROOM_TO_GO_ON)
-        return self._engine.slots.has_room(self.slot, self._num_tokens + num_next)
+        return self._engine.slots.has_room(self.slot, self.tokens, self._num_tokens + num_next)
 
     def start(self) -> None:
         """Find what need not be read again, and the first pass to wait for."""

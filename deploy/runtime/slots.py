@@ -20,6 +20,7 @@ from polybasic.deploy.runtime.hardware import available_bytes
 from polybasic.deploy.runtime.models import Models
 from polybasic.deploy.runtime.remote.session import Session
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache
+from polybasic.deploy.runtime.rounds.lazy_rows import SharedRows
 from polybasic.deploy.runtime.rounds.noise import Noise
 from polybasic.deploy.runtime.rounds.pace import PromptPace
 from polybasic.deploy.runtime.rounds.verifier import SPARE_ROWS, Verifier
@@ -132,22 +133,43 @@ class Slot:
 
     @property
     def num_needed(self) -> int:
-        """Rows of each cache that hold what was read, or soon will, without provisional ones."""
-        return max([self.num_reserved, *(cache.length for cache in self._all_caches)])
+        """Rows of each cache that hold what was read, or soon will, without provisional ones, and
+        without shared ones, which are not the sequence's alone."""
+        own = [cache.length - cache.num_shared for cache in self._all_caches]
+        return max([self._num_reserved_alone, *own])
 
     @property
     def num_rows(self) -> int:
         """The same with those that take memory though nothing needs them."""
-        return max([self.num_reserved, *(cache.num_written for cache in self._all_caches)])
+        own = [cache.num_written - cache.num_shared for cache in self._all_caches]
+        return max([self._num_reserved_alone, *own])
+
+    @property
+    def _num_reserved_alone(self) -> int:
+        """Those about to be written that are not shared in the cache of the first model."""
+        first = self._first_cache
+        num_shared = 0 if first is None else first.num_shared
+        return max(self.num_reserved - num_shared, 0)
+
+    @property
+    def _first_cache(self) -> KeyValueCache | None:
+        """That of the first model; None where no model verifies here."""
+        return next(iter(self.caches.values()), None)
 
     @property
     def _all_caches(self) -> list[KeyValueCache]:
-        return [*self.caches.values(), *(drafter.cache for drafter in self.drafters.made)]
+        caches = [*self.caches.values(), *(drafter.cache for drafter in self.drafters.made)]
+        return [cache for cache in caches if not cache.is_view]
 
     def num_known(self, tokens: list[int]) -> int:
         """Leading ones of which the cache of the first model holds rows."""
-        first = next(iter(self.caches.values()), None)
+        first = self._first_cache
         return 0 if first is None else min(num_common(self.tokens, tokens), first.length)
+
+    def num_shareable(self, tokens: list[int]) -> int:
+        """Leading ones whose rows take no memory again where another slot takes them over."""
+        first = self._first_cache
+        return 0 if first is None else first.num_shareable(self.num_known(tokens))
 
     def copy_from(self, other: "Slot", num_tokens: int) -> None:
         """Take over the rows of another one's first tokens."""
@@ -257,12 +279,18 @@ class Slots:
         slot.hold(list(tokens), num_held)
         slot.num_reserved = len(tokens)
 
-    def has_room(self, slot: Slot, num_rows: int) -> bool:
-        """Whether a slot may come to hold so many rows beside those of sequences that run."""
+    def has_room(self, slot: Slot, tokens: list[int], num_rows: int) -> bool:
+        """Whether a slot may come to hold so many rows, of these tokens and of some that follow,
+        beside those of sequences that run, of which it may share some."""
         if self.cache_tokens is None:
             return True
         others = [other for other in self.made if other.num_reserved and other is not slot]
-        return sum(other.num_needed for other in others) + num_rows <= self.cache_tokens
+        num_needed = sum(other.num_needed for other in others) + _num_shared(others)
+        num_lacking = num_needed + num_rows - self.cache_tokens
+        if num_lacking <= 0 or not self.reuses:
+            return num_lacking <= 0
+        known = tokens[:-1]
+        return any(other.num_shareable(known) >= num_lacking for other in others)
 
     def make_room(self) -> bool:
         """Drop what no sequence that runs needs, the least recently used first, until the caches
@@ -282,7 +310,7 @@ class Slots:
     @property
     def num_rows(self) -> int:
         """Of the caches of all sequences that take memory, or are about to."""
-        return sum(slot.num_rows for slot in self.made)
+        return sum(slot.num_rows for slot in self.made) + _num_shared(self.made)
 
     def num_fitting(self, share: float = 1.0) -> int:
         """Sequences at a time for which there are caches: all where these take memory by need, else
@@ -308,6 +336,17 @@ class Slots:
             raise _no_memory(size, f"the system says {error.strerror}") from error
         self.made.append(slot)
         return slot
+
+
+def _num_shared(slots: Sequence[Slot]) -> int:
+    """Rows of each cache that may be held by several sequences, those of each file once."""
+    by_name: dict[str, set[SharedRows]] = {}
+    for slot in slots:
+        for name, cache in slot.caches.items():
+            by_name.setdefault(name, set()).update(cache.shared)
+    return max(
+        (sum(rows.end - rows.first for rows in each) for each in by_name.values()), default=0
+    )
 
 
 def _continues(slot: Slot, tokens: list[int]) -> bool:

@@ -24,5 +24,6 @@ def test_memory_and_second_turns_are_measured(
     rows = [line.split("|") for line in record.read_text("utf-8").splitlines()]
     rows = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows if len(row) > 2}
     assert float(rows["3 x 96"][0]) < float(rows["3 x 96"][1].replace(",", ""))
+    assert float(rows["3 x 320"][0]) < float(rows["3 x 320"][1].replace(",", ""))
     assert int(rows["first"][-1]) <= 64  # that all begin with
     assert int(rows["second"][-1]) > 200

@@ -44,11 +44,11 @@ class EagleDrafter(ExpandingDrafter):
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
         super().copy_from(other, num_tokens)
-        self.observed.truncate(0)
-        self.observed.append(other.observed.inputs[: min(num_tokens, other.observed.length)])
+        self.observed.copy_from(other.observed, num_tokens)
 
     def fill(self, num_tokens: int) -> None:
         super().fill(num_tokens)
+        self.observed.truncate(0)
         self.observed.length = num_tokens
 
     def give_back(self) -> None:
@@ -88,6 +88,12 @@ class Observed:
         """Forget all rows from `length` on."""
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"
         self.length = length
+        self._rows.truncate(length)
+
+    def copy_from(self, other: Self, num_rows: int) -> None:
+        """Take over the first rows of one of the same shape, at most `num_rows`."""
+        self.length = min(num_rows, other.length)
+        self._rows.take_over(other._rows, self.length)
 
     def give_back(self) -> None:
         """Return the memory of rows that are not known."""

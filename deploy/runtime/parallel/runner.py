@@ -42,6 +42,14 @@ class PartCache(KeyValueCache):
         self.layers.number = number
         self.passes: dict[str, DevicePasses] = {}
 
+    def copy_from(self, other: KeyValueCache, num_rows: int) -> None:
+        """A copy: what is shared may not be truncated unheard, as parts of other processes are."""
+        self._commit(min(num_rows, other.length))
+        self.block[:, :, : self.length] = other.block[:, :, : self.length]
+
+    def num_shareable(self, num_rows: int) -> int:
+        return 0
+
 
 class ParallelRunner:
     """Runs one part of the models, over its part of the caches.

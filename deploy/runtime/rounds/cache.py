@@ -9,7 +9,7 @@ from torch import Tensor
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.kernels.cpu.library import FixedTensors, kernels_for
 from polybasic.chain.kernels.executor import Executor
-from polybasic.deploy.runtime.rounds.lazy_rows import LazyRows
+from polybasic.deploy.runtime.rounds.lazy_rows import LazyRows, SharedRows
 
 _MAX_INDEXED = (1 << 31) - 1
 """Elements of a tensor that PyTorch's kernels index on a GPU: they count in 32 bits."""
@@ -92,11 +92,14 @@ class KeyValueCache:
 
     def copy_from(self, other: "KeyValueCache", num_rows: int) -> None:
         """Take over the first committed rows of a cache of the same shape, at most `num_rows`."""
-        self._commit(min(num_rows, other.length))
-        self.block[:, :, : self.length] = other.block[:, :, : self.length]
+        assert self._rows is not None
+        assert other._rows is not None
+        self.length = self.num_written = min(num_rows, other.length)
+        self._rows.take_over(other._rows, self.length)
 
     def fill(self, length: int) -> None:
         """Commit so many rows, which then hold zeros, written, so that they lie in memory."""
+        self.truncate(0)
         self.block[:, :, :length] = 0
         self._commit(length)
 
@@ -104,6 +107,28 @@ class KeyValueCache:
         """Drop all rows from `length` on."""
         assert 0 <= length <= self.length, f"truncate to {length} of {self.length} rows"
         self.length = length
+        if self._rows is not None:
+            self._rows.truncate(length)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the rows are those of another cache."""
+        return self._rows is None
+
+    def num_shareable(self, num_rows: int) -> int:
+        """Of the first rows those for which `copy_from` of this cache takes no memory again."""
+        num_rows = min(num_rows, self.length)
+        return 0 if self._rows is None else self._rows.num_shareable(num_rows)
+
+    @property
+    def num_shared(self) -> int:
+        """Leading rows that take no memory of this cache alone, but that of `shared`."""
+        return 0 if self._rows is None else self._rows.num_shared
+
+    @property
+    def shared(self) -> Sequence[SharedRows]:
+        """What may hold rows of other caches, too."""
+        return () if self._rows is None else self._rows.shared
 
     def give_back(self) -> None:
         """Return the memory of rows that are not committed to the system, between two passes."""

@@ -56,6 +56,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def _filled(self: LazyRows, shape: Any, **given: Any) -> None:
     self.tensor, self._memory = torch.zeros(shape, **given), None
+    self.shared, self.num_shared, self._num_mapped = [], 0, 0
 
 
 def allocated_by(run: Callable[[], Result]) -> tuple[Result, int, int]:

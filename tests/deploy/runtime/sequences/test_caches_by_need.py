@@ -1,5 +1,7 @@
 """Caches that take memory by need: what is kept, what gives way, and that no text changes by it."""
 
+import mmap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from polybasic.deploy.runtime import batching, slots
 from polybasic.deploy.runtime import load as loading
 from polybasic.deploy.runtime.batching import ActiveSequence
 from polybasic.deploy.runtime.hardware import usage
+from polybasic.deploy.runtime.rounds import lazy_rows
 from polybasic.deploy.runtime.rounds.lazy_rows import LazyRows
 from polybasic.deploy.runtime.slots import Slots
 from tests.deploy.runtime.sequences.asking import (
@@ -234,3 +237,45 @@ def test_caches_hold_what_there_is_memory_for(
         load(cache_tokens=CONTEXT_TOKENS - 1)
     with pytest.raises(UserError, match="each hold a whole context: cache_tokens=500"):
         loading.load_target(folder, context_tokens=CONTEXT_TOKENS, cache_tokens=500)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is shared under Linux alone")
+@pytest.mark.parametrize(
+    ("plan", "may_share"), [(PLANS[0], True), (PLANS[6], True), (PLANS[7], True), (PLANS[5], False)]
+)
+def test_sequences_that_begin_alike_have_room_together(
+    folder: Path,
+    plan: Plan,
+    may_share: bool,
+    pauses: list[ActiveSequence],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Six times 300 tokens where there is room for 800: those that they share count once."""
+    monkeypatch.setattr(lazy_rows, "MIN_SHARED_BYTES", 2 * mmap.PAGESIZE)
+    if not may_share:
+        monkeypatch.setattr(lazy_rows, "MAX_MAPPINGS", 0)
+    common = [place * 7 % 60 for place in range(290)]
+    asked: list[tuple[list[int], dict[str, Any]]] = [
+        ([*common, *[place] * 10], {"max_new_tokens": 20, "ignore_eos": True, "plan": plan})
+        for place in range(6)
+    ]
+    options: dict[str, Any] = {"context_tokens": 400, "beyond_declared": True}
+    expected = alone(load_chain(folder, **options), asked)
+    chain = load_chain(folder, sequences=6, cache_tokens=800, **options)
+    live: list[Any] = []
+    tokens: list[list[int]] = [[] for _ in asked]
+    most_running = most_rows = 0
+    while not live or chain.step():
+        if len(tokens[0]) < 3:  # after the first one the members below the target read the prompt
+            live = live or [chain.begin(asked[0][0], **asked[0][1])]
+        elif len(live) == 1:
+            live += [chain.begin(prompt, **settings) for prompt, settings in asked[1:]]
+        for place, answering in enumerate(live):
+            tokens[place] += [token for piece in answering.take() for token in piece.token_ids]
+        slots_made = chain.engine.slots.made
+        most_running = max(most_running, sum(slot.num_reserved > 0 for slot in slots_made))
+        most_rows = max(most_rows, chain.engine.slots.num_rows)
+    assert tokens == expected
+    assert most_rows < 800 + ROUNDS
+    assert most_running == (6 if may_share else 2)
+    assert not (may_share and pauses)
