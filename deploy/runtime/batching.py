@@ -138,15 +138,20 @@ class ActiveSequence:
     @property
     def has_room(self) -> bool:
         """Whether the caches have room for its tokens and the next ones."""
-        num_next = min(self._num_left, _ROOM_TO_GO_ON)
-        return self._engine.slots.has_room(self.slot, self.tokens, self._num_tokens + num_next)
+        num_rows = self._num_tokens + min(self._num_left, _ROOM_TO_GO_ON)
+        shared = self.tokens[:-1] if self._may_reuse else []
+        members = self.request.plan.members
+        return self._engine.slots.has_room(self.slot, num_rows, shared, members)
+
+    @property
+    def _may_reuse(self) -> bool:
+        """Whether what caches know of its tokens is not read again."""
+        return self.request.reuses and self.request.prompt_logprobs is None
 
     def start(self) -> None:
         """Find what need not be read again, and the first pass to wait for."""
         self.has_started = True
-        request = self.request
-        may_reuse = request.reuses and request.prompt_logprobs is None
-        self._engine.slots.fill(self.slot, self.tokens, may_reuse)
+        self._engine.slots.fill(self.slot, self.tokens, self._may_reuse)
         self._engine.slots.make_room()
         self.resume(None)
 

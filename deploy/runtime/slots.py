@@ -158,18 +158,25 @@ class Slot:
 
     @property
     def _all_caches(self) -> list[KeyValueCache]:
-        caches = [*self.caches.values(), *(drafter.cache for drafter in self.drafters.made)]
-        return [cache for cache in caches if not cache.is_view]
+        return [cache for cache in self._caches_by_member.values() if not cache.is_view]
+
+    @property
+    def _caches_by_member(self) -> dict[str, KeyValueCache]:
+        return self.caches | {drafter.name: drafter.cache for drafter in self.drafters.made}
 
     def num_known(self, tokens: list[int]) -> int:
         """Leading ones of which the cache of the first model holds rows."""
         first = self._first_cache
         return 0 if first is None else min(num_common(self.tokens, tokens), first.length)
 
-    def num_shareable(self, tokens: list[int]) -> int:
-        """Leading ones whose rows take no memory again where another slot takes them over."""
-        first = self._first_cache
-        return 0 if first is None else first.num_shareable(self.num_known(tokens))
+    def num_shareable(self, tokens: list[int], members: Sequence[str]) -> int:
+        """Leading ones whose rows take no memory again, of any of these members, where another slot
+        takes them over."""
+        num_known, made = self.num_known(tokens), self._caches_by_member
+        if any(member not in made for member in members):
+            return 0
+        caches = [made[member] for member in members if not made[member].is_view]
+        return min(cache.num_shareable(num_known) for cache in caches)
 
     def copy_from(self, other: "Slot", num_tokens: int) -> None:
         """Take over the rows of another one's first tokens."""
@@ -279,9 +286,15 @@ class Slots:
         slot.hold(list(tokens), num_held)
         slot.num_reserved = len(tokens)
 
-    def has_room(self, slot: Slot, tokens: list[int], num_rows: int) -> bool:
-        """Whether a slot may come to hold so many rows, of these tokens and of some that follow,
-        beside those of sequences that run, of which it may share some."""
+    def has_room(
+        self, slot: Slot, num_rows: int, shared: list[int], members: Sequence[str]
+    ) -> bool:
+        """Whether a slot may come to hold so many rows beside those of sequences that run.
+
+        Args:
+            shared: leading tokens of its sequence, whose rows it takes over where all `members`,
+                those that run it, have read them for another one.
+        """
         if self.cache_tokens is None:
             return True
         others = [other for other in self.made if other.num_reserved and other is not slot]
@@ -289,8 +302,7 @@ class Slots:
         num_lacking = num_needed + num_rows - self.cache_tokens
         if num_lacking <= 0 or not self.reuses:
             return num_lacking <= 0
-        known = tokens[:-1]
-        return any(other.num_shareable(known) >= num_lacking for other in others)
+        return any(other.num_shareable(shared, members) >= num_lacking for other in others)
 
     def make_room(self) -> bool:
         """Drop what no sequence that runs needs, the least recently used first, until the caches

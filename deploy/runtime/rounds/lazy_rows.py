@@ -152,7 +152,7 @@ class LazyRows:
         assert self._memory is not None
         assert other._memory is not None
         ends = [*(rows.first for rows in other.shared[1:]), other.num_shared]
-        for rows, end_row in zip(other.shared, ends, strict=False):
+        for rows, end_row in zip(other.shared, ends, strict=True):
             end_row = min(end_row, num_rows)
             if not self._is_worth_it(rows.first, end_row):
                 break

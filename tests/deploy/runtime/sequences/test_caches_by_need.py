@@ -279,3 +279,34 @@ def test_sequences_that_begin_alike_have_room_together(
     assert most_rows < 800 + ROUNDS
     assert most_running == (6 if may_share else 2)
     assert not (may_share and pauses)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is shared under Linux alone")
+@pytest.mark.parametrize(
+    ("plans", "options"),
+    [
+        ((PLANS[0], PLANS[0]), {"prompt_logprobs": 0}),  # reads its prompt itself
+        ((PLANS[0], PLANS[5]), {}),  # by members that have not read the other's
+        ((PLANS[0], PLANS[2]), {}),
+    ],
+)
+def test_what_would_not_be_shared_waits(
+    folder: Path,
+    plans: tuple[Plan, Plan],
+    options: dict[str, Any],
+    pauses: list[ActiveSequence],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lazy_rows, "MIN_SHARED_BYTES", 2 * mmap.PAGESIZE)
+    common = [place * 7 % 60 for place in range(290)]
+    chain = load_chain(folder, context_tokens=400, beyond_declared=True, cache_tokens=450)
+    first = chain.begin([*common, 1], max_new_tokens=60, ignore_eos=True, plan=plans[0])
+    while len(first.take()) < 1:
+        chain.step()
+    settings = {"max_new_tokens": 20, "ignore_eos": True, "plan": plans[1], **options}
+    second = chain.begin([*common, 2], **settings)
+    while chain.step():
+        pass
+    assert first.is_over
+    assert second.is_over
+    assert not pauses
