@@ -12,6 +12,8 @@ from polybasic.chain.errors import UserError
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS
+from polybasic.chain.formats.tokenizer import load_tokenizer
+from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy.bench.peers.catalogue import PEERS
 from polybasic.deploy.bench.peers.process import PeerSystem, run_worker
 from polybasic.deploy.bench.systems.chain_systems import weight_type
@@ -218,14 +220,31 @@ def _smaller_model(chain: Chain) -> str | None:
     return smaller[-1] if smaller else None
 
 
+def _write_checkpoint(chain: Chain, member: str, folder: Path) -> None:
+    """A member's weights as transformers reads them, with the target's tokenizer."""
+    dtype, device = chain.engine.models.target.dtype, torch.device("cpu")
+    load_reference_model(chain.member_folders[member], dtype, device).save_pretrained(folder)
+    load_tokenizer(chain.target_folder).save_pretrained(folder)
+
+
 def _openvino_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
     """OpenVINO GenAI's pipeline over optimum-intel's export."""
     dtype = weight_type(chain)
     if dtype in BLOCK_TYPES or dtype == _INT4:
         raise UserError("optimum-intel reads no such weights", dtype, "leave it out")
-    words = (python, "-m", "workers.write_openvino", chain.target_folder.absolute(), folder)
-    run_worker(words, torch.get_num_threads())
+
+    def export(checkpoint: Path, exports: Path, *more: object) -> None:
+        words = (python, "-m", "workers.write_openvino", checkpoint.absolute(), exports, *more)
+        run_worker(words, torch.get_num_threads())
+
+    export(chain.target_folder, folder)
     own, packed = folder / "exported", folder / "int4"
+    drafter, says = packed, "the target in int4"
+    if (small := _smaller_model(chain)) is not None:
+        checkpoint, exports = folder / "checkpoint", folder / "smaller"
+        _write_checkpoint(chain, small, checkpoint)
+        export(checkpoint, exports, "--group-size", 32)  # as Q4_0 has it
+        drafter, says = exports / "int4", f"{small} in int4 by groups of 32"
     pipeline = "LLMPipeline with the target as optimum-intel exports it"
 
     def mode(
@@ -247,8 +266,8 @@ def _openvino_modes(chain: Chain, python: Path, folder: Path) -> list[Mode]:
         ),
         mode(
             "OpenVINO assisted", own,
-            f"{pipeline}; the target in int4 drafts {OPENVINO_DRAFTED} tokens",
-            *("--num-drafted", OPENVINO_DRAFTED, "--draft"), drafter=(packed,),
+            f"{pipeline}; {says} drafts {OPENVINO_DRAFTED} tokens",
+            *("--num-drafted", OPENVINO_DRAFTED, "--draft"), drafter=(drafter,),
         ),
         mode("OpenVINO int4", packed, f"{pipeline}, in int4 by groups of 128"),
     ]  # fmt: skip

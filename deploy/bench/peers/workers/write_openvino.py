@@ -1,7 +1,7 @@
 """Exports a checkpoint for OpenVINO: python -m workers.write_openvino CHECKPOINT FOLDER.
 
 `FOLDER/exported` keeps the dtype of the weights, `FOLDER/int4` has all matrices in 4 bits,
-symmetric and in groups of 128. Tokenizers go with them: a pipeline with a draft model compares
+symmetric and in groups. Tokenizers go with them: a pipeline with a draft model compares
 these.
 """
 
@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--group-size", type=int, default=128, help="weights that share a scale")
     arguments = parser.parse_args()
     exported, packed = arguments.folder / "exported", arguments.folder / "int4"
     main_export(
@@ -29,7 +30,10 @@ def main() -> None:
     shutil.copytree(exported, packed, ignore=shutil.ignore_patterns("openvino_model.*"))
     model = openvino.Core().read_model(exported / "openvino_model.xml")
     model = nncf.compress_weights(
-        model, mode=nncf.CompressWeightsMode.INT4_SYM, group_size=128, all_layers=True
+        model,
+        mode=nncf.CompressWeightsMode.INT4_SYM,
+        group_size=arguments.group_size,
+        all_layers=True,
     )
     openvino.save_model(model, packed / "openvino_model.xml", compress_to_fp16=False)
 
