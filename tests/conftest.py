@@ -257,27 +257,16 @@ def _logging_as_before() -> Iterator[None]:
         logger.propagate = propagate
 
 
-def _cache_of_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are kept in `folder`; kernels come from where they are compiled."""
-    folder.mkdir(0o700)
-    for name in ("kernels", "product_times"):
-        (cache_folder() / name).mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to((cache_folder() / name).resolve())
-    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
-
-
 @pytest.fixture(scope="session", autouse=True)
-def _cache_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests load leaves nothing in the cache of whoever runs them."""
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Models go into a folder of the tests' own; kernels come from where they are compiled."""
+    folder = tmp_path_factory.mktemp("cache")
+    for name in ("kernels", "products", "product_times"):
+        (cache_folder() / name).mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(cache_folder() / name)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _cache_of_models(tmp_path_factory.mktemp("session") / "cache", monkeypatch)
+        monkeypatch.setenv(CACHE_VARIABLE, str(folder))
         yield
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of models that no other test has filled."""
-    _cache_of_models(tmp_path / "cache", monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS
 from polybasic.chain.formats.tokenizer import load_tokenizer
-from polybasic.chain.model.reference import load_reference_model
+from polybasic.chain.model.reference import load_reference_model, quiet_transformers
 from polybasic.deploy.bench.peers.catalogue import PEERS
 from polybasic.deploy.bench.peers.process import PeerSystem, run_worker
 from polybasic.deploy.bench.systems.chain_systems import weight_type
@@ -223,7 +223,8 @@ def _smaller_model(chain: Chain) -> str | None:
 def _write_checkpoint(chain: Chain, member: str, folder: Path) -> None:
     """A member's weights as transformers reads them, with the target's tokenizer."""
     dtype, device = chain.engine.models.target.dtype, torch.device("cpu")
-    load_reference_model(chain.member_folders[member], dtype, device).save_pretrained(folder)
+    with quiet_transformers():
+        load_reference_model(chain.member_folders[member], dtype, device).save_pretrained(folder)
     load_tokenizer(chain.target_folder).save_pretrained(folder)
 
 

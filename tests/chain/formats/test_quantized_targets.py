@@ -31,8 +31,6 @@ from tests.chain.native_models import CPU
 from tests.checkpoints import write_family
 from tests.conftest import write_intermediate
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 ALONE = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=2))
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": False}
 

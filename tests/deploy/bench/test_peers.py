@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from polybasic.chain.errors import UserError
+from polybasic.chain.model.reference import load_reference_model
+from polybasic.deploy import load_chain
 from polybasic.deploy.bench.peers import catalogue, process, systems
 from polybasic.deploy.bench.peers.process import PeerSystem
 from polybasic.deploy.bench.peers.systems import Mode, peer_systems
@@ -338,6 +341,27 @@ def test_what_fails_is_said_and_the_others_go_on(chain: Any) -> None:
     assert "this processor is too old" in bad
     assert "cannot run this checkpoint" in mute
     assert set(found.missing) <= set(said)
+
+
+def test_the_smaller_model_drafts_for_openvino(
+    tiny_four_chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its checkpoint, whose weights are no longer in 4 bits, and not the target in 4 bits."""
+    runs: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(systems, "run_worker", lambda words, _: runs.append(words))
+    chain = load_chain(tiny_four_chain, dtype="float32")
+    modes = {mode.name: mode for mode in systems._openvino_modes(chain, PYTHON, tmp_path)}
+    checkpoint = tmp_path / "checkpoint"
+    assert [words[3:] for words in runs] == [
+        (chain.target_folder.absolute(), tmp_path),
+        (checkpoint, tmp_path / "smaller", "--group-size", 32),
+    ]
+    assert modes["OpenVINO assisted"].words[-1] == tmp_path / "smaller" / "int4"
+    written = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    dense = load_reference_model(chain.member_folders["small"], torch.float32).state_dict()
+    assert "model.layers.0.mlp.up_proj.weight" in written
+    assert all(torch.equal(written[name], weight) for name, weight in dense.items())
+    assert (checkpoint / "tokenizer.json").is_file()
 
 
 def test_what_samples_from_another_distribution_is_left_out(

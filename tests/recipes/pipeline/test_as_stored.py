@@ -38,9 +38,6 @@ bench: {num_prompts_per_task: 1}
 """
 
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
-
 def packed(folder: Path, kind: str, *overrides: str) -> Path:
     """The chain that the recipe makes of a file with matrices of a type."""
     file = written(folder / "model", "llama2", dtype=torch.float32, matrices=kind)

@@ -106,7 +106,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_free": (None, (_POINTER,)),
     "llama_model_get_vocab": (_POINTER, (_POINTER,)),
     "llama_vocab_n_tokens": (_INT, (_POINTER,)),
-    "llama_vocab_is_eog": (_BOOL, (_POINTER, _INT)),
     "llama_tokenize": (_INT, (_POINTER, ctypes.c_char_p, _INT, _INTS, _INT, _BOOL, _BOOL)),
     "llama_token_to_piece": (_INT, (_POINTER, _INT, ctypes.c_char_p, _INT, _INT, _BOOL)),
     "llama_batch_init": (Batch, (_INT, _INT, _INT)),

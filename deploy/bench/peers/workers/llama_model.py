@@ -90,10 +90,6 @@ class LlamaModel:
             raise failure(f"write token {token}")
         return piece.raw[:num]
 
-    def is_end(self, token: int) -> bool:
-        """Whether llama.cpp ends an answer at it."""
-        return bool(self._api.llama_vocab_is_eog(self._vocab, token))
-
     def cut(self, length: int) -> None:
         """Forget what follows the first tokens."""
         if length < self.length:

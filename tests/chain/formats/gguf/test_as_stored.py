@@ -48,8 +48,6 @@ from polybasic.recipes.schema.loading import load_recipe
 from tests.chain.formats.gguf.test_import import replaced, written
 from tests.chain.native_models import CPU, eager, random_rows
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 DOWN = "blk.1.ffn_down.weight"
 UP = "blk.0.ffn_up.weight"
 WIDE = {"hidden_size": NESTED, "intermediate_size": 2 * NESTED}

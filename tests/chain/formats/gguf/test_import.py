@@ -36,8 +36,6 @@ from tests.checkpoints import DISTINCT, write_family
 from tests.conftest import package_around, write_intermediate
 from tests.recipes.command_line import call, refusal
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 LLAMA3 = {
     "rope_theta": 5e5,
     "rope_type": "llama3",
