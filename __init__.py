@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polybasic.chain.errors import UserError
+    from polybasic.chain.base.errors import UserError
     from polybasic.deploy.runtime.chain import Chain, Sampling
     from polybasic.deploy.runtime.drafters.history import History
     from polybasic.deploy.runtime.grammar import Grammar
@@ -28,7 +28,7 @@ _MODULES = {
     "Grammar": "deploy.runtime.grammar",
     "History": "deploy.runtime.drafters.history",
     "Sampling": "deploy.runtime.chain",
-    "UserError": "chain.errors",
+    "UserError": "chain.base.errors",
     "load_chain": "deploy.runtime.load",
 }
 __all__ = [

@@ -65,7 +65,7 @@ def main() -> None:
 
 def build(platform: Platform, copy: Path, folder: Path) -> None:
     """A wheel in `folder`, made in a copy of what is packaged."""
-    from polybasic.chain.caching import cache_folder
+    from polybasic.chain.base.caching import cache_folder
     from polybasic.chain.kernels.cpu.build import compile_library, prebuilt_name
     from polybasic.chain.kernels.cpu.compilers import zig
     from polybasic.chain.kernels.cpu.instruction_sets import INSTRUCTION_SETS

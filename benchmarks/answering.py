@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import worker
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.bench.systems.generate_loops import GenerateLoop, load_for_generate

@@ -21,7 +21,7 @@ from measuring import Bandwidth, Case, Spread, all_of, captured, in_turns, measu
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.executor import TorchExecutor
 from polybasic.chain.kernels.torch.operations import Heads

@@ -37,7 +37,7 @@ from passes import (
 from rounds import Breakdown, measure_rounds, report_rounds
 from systems import read_prompts, system_plans
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import read_json, sha256_of_object, whole_file
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain

@@ -18,7 +18,7 @@ from statistics import median
 from command import ScriptReport, begin, load, options, positive, run
 from systems import prompts_of_length
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import Chain
 
 NUM_NEW = 32

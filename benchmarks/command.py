@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import whole_file
 from polybasic.chain.kernels.cpu.native import describe_kernels
 from polybasic.chain.kernels.selection import describe_gpu_kernels

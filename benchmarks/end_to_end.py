@@ -32,7 +32,7 @@ from command import (
 from measuring import Spread, measure_bandwidth, progress, rotated
 from systems import chosen_plans, prompts_of, shown_plan
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.runtime.rounds.sampling import Sampling

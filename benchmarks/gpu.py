@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from command import head_of, markdown, options, run, shown_head
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import whole_file, write_json
 
 MINUTES = 9.0

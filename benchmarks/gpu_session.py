@@ -13,7 +13,7 @@ from passes import PassSettings
 from products import SHAPES
 from systems import prompts_of_length, system_plans
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.formats.verify import check_chain

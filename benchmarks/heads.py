@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from command import ScriptReport, begin, options, positive, run
 
+from polybasic.chain.base.processes.interruption import Interrupted
+from polybasic.chain.base.processes.launching import in_processes
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.kernels.product_times import DTYPES
-from polybasic.chain.processes.interruption import Interrupted
-from polybasic.chain.processes.launching import in_processes
 from polybasic.recipes.schema.loading import load_recipe
 from polybasic.recipes.schema.recipe import Recipe
 from polybasic.train.data.conversations import (

@@ -27,7 +27,7 @@ from delaying_proxy import delaying_proxy
 from measuring import Spread, rotated
 from systems import plan_settings, prompts_of, shown_plan
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.planner.measuring.measurements import Measurements

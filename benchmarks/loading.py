@@ -19,7 +19,7 @@ from command import begin, in_a_process, options, run
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE, quantization_config
 from polybasic.chain.formats.checkpoints.shapes import (

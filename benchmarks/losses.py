@@ -20,7 +20,7 @@ from command import begin, device_of, in_a_process, options, positive, run
 from measuring import in_turns
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.hardware import forget_peak, usage
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features

@@ -17,7 +17,7 @@ from typing import Any
 
 from command import ScriptReport, begin, device_of, in_a_process, load, options, positive, run
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.hardware import forget_peak, usage
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 

@@ -20,7 +20,7 @@ from command import ScriptReport, begin, load, options, positive, run
 from measuring import Bandwidth, Case, Spread, all_of, captured, in_turns, measure_bandwidth
 from traffic import Moved, member_draft, member_pass
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.torch.rows import device_consecutive_rows

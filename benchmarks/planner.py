@@ -21,7 +21,7 @@ from command import PROMPT_OPTIONS, ScriptReport, begin, load, options, run
 from measuring import progress
 from systems import plan_settings, prompts_of, shown_plan
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain
 from polybasic.deploy.planner.measuring.measurements import Measurements

@@ -34,7 +34,7 @@ from measuring import (
 from torch import Tensor
 from traffic import linear_bytes
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, cpu_int4_weight, dequantize
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, NESTED, BlockType
 from polybasic.chain.formats.checkpoints.blocks import BlockWeight

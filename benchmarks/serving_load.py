@@ -23,7 +23,7 @@ from threading import Lock
 from typing import Any
 from urllib.request import urlopen
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 START_SECONDS = 120.0
 SILENT_SECONDS = 300.0

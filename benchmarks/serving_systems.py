@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from serving_load import Body, Load, ServerProcess, load_of, server
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import Chain
 from polybasic.deploy.bench.peers.process import FOLDER
 from polybasic.deploy.bench.peers.systems import write_gguf

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import shown_flush, shown_members, shown_tree
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain

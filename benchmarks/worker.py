@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
-from polybasic.chain import errors
+from polybasic.chain.base import errors
 from polybasic.deploy import Chain, load_chain
 
 

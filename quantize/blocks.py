@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from polybasic.chain.base.progress import tracked
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, typed_name
 from polybasic.chain.formats.checkpoints.blocks import BlockWeight
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, stored_tensors
@@ -22,7 +23,6 @@ from polybasic.chain.formats.checkpoints.writing_checkpoints import write_checkp
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import origin_of_copy
 from polybasic.chain.formats.origin import ORIGIN_KEY
-from polybasic.chain.progress import tracked
 from polybasic.quantize.limits import check_rows
 
 KIND = BLOCK_TYPES["Q4_0"]

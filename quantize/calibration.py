@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 
 def calibration_samples(

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from polybasic.chain.console import Console
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.console import Console
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.progress import ProgressReport
 from polybasic.chain.formats.checkpoints.awq import packed_weight
 from polybasic.chain.formats.checkpoints.checkpoint import copy_checkpoint, load_tensors
 from polybasic.chain.formats.checkpoints.config import read_config
@@ -25,7 +26,6 @@ from polybasic.chain.formats.checkpoints.writing_checkpoints import write_checkp
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY, weights_digest
 from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
-from polybasic.chain.progress import ProgressReport
 from polybasic.quantize.awq import check_token_ids
 from polybasic.quantize.limits import check_context
 from polybasic.quantize.models import load_dequantized, load_target

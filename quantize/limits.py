@@ -1,6 +1,6 @@
 """Which models get a 4-bit copy, and in which groups of inputs. No torch in here."""
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.block_types import GROUP
 from polybasic.chain.formats.checkpoints.config import ConfigFile
 from polybasic.chain.formats.checkpoints.names import linear_shapes

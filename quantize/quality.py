@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.progress import tracked
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.progress import tracked
 from polybasic.quantize.models import load_target
 
 _WINDOW_TOKENS = 1024  # bounds the memory of the logits

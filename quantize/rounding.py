@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.awq import QuantizedWeight
 from polybasic.chain.formats.checkpoints.quantization import BITS
 from polybasic.quantize.settings import DistillSettings

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.progress import tracked
 from polybasic.chain.formats.families.table import FAMILIES
-from polybasic.chain.progress import tracked
 from polybasic.quantize.models import ONE_PLUS_NORMS, norm_factor
 
 try:

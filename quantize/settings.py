@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from polybasic.chain.settings import Count, Factor, Settings, Size, Weight
+from polybasic.chain.base.settings import Count, Factor, Settings, Size, Weight
 
 GroupSize = Literal["auto", 128, 64, 32]
 

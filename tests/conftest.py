@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from polybasic.chain.caching import CACHE_VARIABLE, cache_folder
+from polybasic.chain.base.caching import CACHE_VARIABLE, cache_folder
 from polybasic.chain.formats.checkpoints.awq import round_to_nearest
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.checkpoints.config import read_config

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import distributed
 
-from polybasic.chain.processes.place import Place
+from polybasic.chain.base.processes.place import Place
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.deploy import load_chain
 from polybasic.recipes.pipeline.run import run_recipe

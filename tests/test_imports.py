@@ -11,7 +11,7 @@ import networkx
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "datasets", "deepspeed", "awq", "numpy")
 LIGHT_MODULES = (
-    "polybasic.chain.settings",
+    "polybasic.chain.base.settings",
     "polybasic.chain.formats.lineage",
     "polybasic.chain.formats.manifest",
     "polybasic.train.settings",
@@ -84,7 +84,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert len(imports) > 1000
     # a package that hands out names of its modules is imported by those who use them
     assert circles_of(edge for edge in imports if "polybasic.deploy" not in edge) == []
-    assert circles_of([*imports, ("polybasic.chain.errors", "polybasic.chain.formats.files")])
+    assert circles_of([*imports, ("polybasic.chain.base.errors", "polybasic.chain.formats.files")])
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess:

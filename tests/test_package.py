@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import polybasic
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import load_chain
 
 ROOT = Path(__file__).parent.parent

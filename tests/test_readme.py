@@ -112,7 +112,7 @@ def test_links_and_paths_exist(name: str) -> None:
 
 
 def test_missing_paths_are_found() -> None:
-    assert missing_paths("`chain/no_such.py`, `chain/errors.py`") == ["chain/no_such.py"]
+    assert missing_paths("`chain/no_such.py`, `chain/base/errors.py`") == ["chain/no_such.py"]
 
 
 def test_named_recipe_keys_exist() -> None:

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import (
     TOKENIZER_FILES,
     checkpoint_files,

@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from polybasic.chain.base.processes.group import process_device
 from polybasic.chain.kernels.product_times import (
     DTYPES,
     evaluation_dtype,
@@ -11,7 +12,6 @@ from polybasic.chain.kernels.product_times import (
     training_dtype,
     training_slowdown,
 )
-from polybasic.chain.processes.group import process_device
 from polybasic.train.settings import HeadSettings
 
 _WORTH_SAYING = 1.5

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from polybasic.chain.base.processes.group import is_first_process, num_processes
 from polybasic.chain.kernels.product_times import DTYPES
-from polybasic.chain.processes.group import is_first_process, num_processes
 from polybasic.train.head_optimizer import HeadOptimizer, matrices_between_states
 from polybasic.train.settings import HeadSettings
 

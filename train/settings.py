@@ -5,9 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from polybasic.chain.formats.head_kinds.kind import MAX_POSITIONS
-from polybasic.chain.formats.plan import TopK
-from polybasic.chain.settings import (
+from polybasic.chain.base.settings import (
     Count,
     Factor,
     Settings,
@@ -17,6 +15,8 @@ from polybasic.chain.settings import (
     Weight,
     Whole,
 )
+from polybasic.chain.formats.head_kinds.kind import MAX_POSITIONS
+from polybasic.chain.formats.plan import TopK
 
 _WITHOUT_EFFECT = {
     "log",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from growth.model import GrownWeights, Growth, Placing
 from growth.shapes import GrownShape, check_family
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import write_card
 from polybasic.chain.formats.checkpoints.awq import QuantizedWeight
 from polybasic.chain.formats.checkpoints.checkpoint import copy_files, model_files, weight_files

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from growth.shapes import GrownShape, check_sizes, num_kv_copies
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.awq import CODES_PER_WORD, QuantizedWeight
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.formats.checkpoints.quantization import GROUP_SIZE

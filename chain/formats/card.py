@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import counted, readable_bytes, readable_count
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
 from polybasic.chain.formats.checkpoints.kinds import is_head
 from polybasic.chain.formats.files import whole_file
@@ -20,7 +21,6 @@ from polybasic.chain.formats.manifest import (
     write_manifest,
 )
 from polybasic.chain.formats.plan import Flush, Judge, MeasuredPlan, Plan, Tree, Window
-from polybasic.chain.readable import counted, readable_bytes, readable_count
 
 CARD_NAME = "README.md"
 

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.console import Console
+from polybasic.chain.base.console import Console
+from polybasic.chain.base.readable import readable_bytes, readable_count
+from polybasic.chain.base.tables import Table, print_table
 from polybasic.chain.formats.card import (
     grown_note,
     member_source,
@@ -15,8 +17,6 @@ from polybasic.chain.formats.card import (
 )
 from polybasic.chain.formats.manifest import SCHEMA, read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan, Plan
-from polybasic.chain.readable import readable_bytes, readable_count
-from polybasic.chain.tables import Table, print_table
 
 _RESULT_KEYS = ("tokens_per_second", "speedup_vs_target", "mean_accepted_length")
 

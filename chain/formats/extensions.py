@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoints, entry_points
 from pkgutil import resolve_name
 from typing import Any, TypeVar
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 Record = TypeVar("Record")
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.terminal import say
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.terminal import say
 
 LOCK_NAME = ".lock"
 """Lies in every folder that `locked_folder` has held."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from polybasic.chain.caching import (
+from polybasic.chain.base.caching import (
     CACHE_VARIABLE,
     cache_folder,
     private_folder,
     read_cached,
     write_cached,
 )
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import disk_errors, sha256_of_file, sha256_of_object
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.settings import Factor, Settings, Whole
 from polybasic.chain.formats.files import disk_errors, read_json, whole_folder, write_json
 from polybasic.chain.formats.manifest import Manifest, Sha256
-from polybasic.chain.settings import Factor, Settings, Whole
 
 _NAME = "learned.json"
 

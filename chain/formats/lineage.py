@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import WEIGHT_SUFFIXES, weight_files
 from polybasic.chain.formats.checkpoints.config import ConfigFile, read_config
 from polybasic.chain.formats.checkpoints.kinds import Kind, is_head

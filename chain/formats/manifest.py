@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.settings import Settings
 from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS, Kind
 from polybasic.chain.formats.files import read_json, sha256_of_object, write_json
 from polybasic.chain.formats.plan import LosslessPlan, MeasuredPlan, Name, Plan, PlansByTemperature
-from polybasic.chain.settings import Settings
 
 SCHEMA = "polybasic.chain/3"
 OLDER_SCHEMAS = ("polybasic.chain/1", "polybasic.chain/2")

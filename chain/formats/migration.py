@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import write_card
 from polybasic.chain.formats.checkpoints.checkpoint import WEIGHT_SUFFIXES
 from polybasic.chain.formats.files import (

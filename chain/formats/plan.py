@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from polybasic.chain.settings import Count, Factor, Settings, Share, Temperature, Weight, Whole
+from polybasic.chain.base.settings import Count, Factor, Settings, Share, Temperature, Weight, Whole
 
 Rule = Literal["coupled", "block", "token"]
 RuleSetting = Literal["auto", "coupled", "block", "token"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.chat_templates import RejectedMessages, rendered_messages
 from polybasic.chain.formats.checkpoints.config import refuse_remote_code
 from polybasic.chain.formats.files import read_json, whole_folder, write_json

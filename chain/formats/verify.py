@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import readable_bytes
 from polybasic.chain.formats.checkpoints.checkpoint import (
     WEIGHT_SUFFIXES,
     model_files,
@@ -43,7 +44,6 @@ from polybasic.chain.formats.vocabulary import (
     num_token_ids,
     read_vocabulary,
 )
-from polybasic.chain.readable import readable_bytes
 
 _PACKAGE_AGAIN = "package the chain again or fetch the file anew"
 _TARGET_PATH = "members[0].reference.path"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

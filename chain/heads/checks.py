@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import check_feature_layers
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.formats.checkpoints.draft_vocabulary import IS_DRAFTED, OFFSETS

@@ -8,7 +8,7 @@ which a target has too, is left out.
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.heads.checks import EMBEDDING
 
 _SCALE = "_scale"

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.checkpoints.config import ConfigFile
 from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig

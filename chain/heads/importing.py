@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.checkpoints.config import head_config, read_config
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import head_config, read_config
 from polybasic.chain.formats.checkpoints.decoder_config import ModelSizes
 from polybasic.chain.formats.checkpoints.draft_vocabulary import OFFSETS, draft_tables

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import head_config, read_config
 from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_token_ids
 from polybasic.chain.formats.head_kinds.block import NUM_POSITIONS

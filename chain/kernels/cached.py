@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from polybasic.chain.caching import cache_folder
+from polybasic.chain.base.caching import cache_folder
 from polybasic.chain.formats.kept import CHAINS, DIGITS, KNOWN, MODELS
 
 _DIGEST = "[0-9a-f]" * DIGITS

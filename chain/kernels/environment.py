@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal, get_args
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 KERNELS_VARIABLE = "POLYBASIC_KERNELS"
 ISA_VARIABLE = "POLYBASIC_ISA"

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polybasic.chain.caching import cache_folder, read_cached, write_cached
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.caching import cache_folder, read_cached, write_cached
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processor import processor_flags
 from polybasic.chain.formats.files import read_json, sha256_of_object
 from polybasic.chain.kernels.environment import TIMES_VARIABLE, times_given
-from polybasic.chain.processor import processor_flags
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """That weights are stored in, by name."""

@@ -1,6 +1,6 @@
 """Loads DFlash heads."""
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import ConfigFile
 from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig
 from polybasic.chain.formats.head_kinds.dflash import DFLASH, Domino, Markov, block_of

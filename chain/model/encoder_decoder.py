@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import ConfigFile
 from polybasic.chain.formats.checkpoints.decoder_config import Shape
 from polybasic.chain.formats.checkpoints.names import (

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.awq import dequantized_tensors
 from polybasic.chain.formats.checkpoints.checkpoint import has_blocks, load_tensors
 from polybasic.chain.formats.checkpoints.config import read_config

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from polybasic.chain.readable import readable_bytes
+from polybasic.chain.base.readable import readable_bytes
 from polybasic.deploy.bench.schema import Report
 
 DIGITS = 12

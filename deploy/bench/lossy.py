@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import shown_rule
 from polybasic.chain.formats.plan import BigLittle, Flush, Plan
 from polybasic.deploy.bench.bootstrap import Array, estimate

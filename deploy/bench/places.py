@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
+from polybasic.chain.base.readable import counted
 from polybasic.chain.formats.describe import measured_on
 from polybasic.chain.formats.files import read_json
-from polybasic.chain.readable import counted
 from polybasic.deploy.planner.settings import BenchSettings, SystemName
 
 

@@ -10,12 +10,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.base.processes.interruption import Interrupted
+from polybasic.chain.base.progress import ProgressReport, tracked, waiting
 from polybasic.chain.formats.card import record_results
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.product_times import name_of
-from polybasic.chain.processes.interruption import Interrupted
-from polybasic.chain.progress import ProgressReport, tracked, waiting
 from polybasic.deploy.bench.bench import Bench
 from polybasic.deploy.bench.energy import EnergyMeter
 from polybasic.deploy.bench.journal import Journal, Taken

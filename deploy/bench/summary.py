@@ -9,9 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.base.progress import tracked
 from polybasic.chain.formats.card import shown_plan, weight_notes
 from polybasic.chain.formats.manifest import Manifest
-from polybasic.chain.progress import tracked
 from polybasic.deploy.bench.bench import Bench
 from polybasic.deploy.bench.exactness.law import check_law
 from polybasic.deploy.bench.exactness.outputs import Comparer

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from scipy.optimize import linear_sum_assignment
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.settings import Count, Factor, Settings
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.settings import Count, Factor, Settings
 from polybasic.deploy.planner.measuring.measurements import DraftCosts, Measurements, PassCosts
 from polybasic.deploy.planner.search import Candidate, choose_plan
 from polybasic.deploy.planner.settings import LinkText, PlanGrid

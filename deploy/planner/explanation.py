@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from polybasic.chain.base.readable import counted
 from polybasic.chain.formats.card import shown_tree
 from polybasic.chain.formats.plan import BETWEEN_REASONS, Plan
-from polybasic.chain.readable import counted
 from polybasic.deploy.planner.measuring.agreement import acceptance_between, candidates_by_depth
 from polybasic.deploy.planner.measuring.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.prediction import Predicted

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import cycle
 
+from polybasic.chain.base.readable import counted
 from polybasic.chain.formats.card import shown_tree
 from polybasic.chain.formats.plan import Plan
-from polybasic.chain.readable import counted
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import COST_TOKENS, time_plan
 from polybasic.deploy.planner.measuring.traces import Measured

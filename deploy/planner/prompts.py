@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import parse_json, read_text, whole_file
 from polybasic.deploy.planner.settings import TASKS, BenchSettings, PlanSettings
 

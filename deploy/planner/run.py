@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
+from polybasic.chain.base.progress import waiting
 from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import ContextPlan, LoadPlan, MeasuredPlan, PredictedPlan
-from polybasic.chain.progress import waiting
 from polybasic.deploy.planner.alternatives import compared
 from polybasic.deploy.planner.contexts import choose_by_context
 from polybasic.deploy.planner.explanation import explain, shown_budget

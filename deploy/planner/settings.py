@@ -6,8 +6,8 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from polybasic.chain.base.settings import Count, Factor, Seed, Settings, Share, Temperature
 from polybasic.chain.formats.plan import Rule, RuleSetting, TopK, Tree
-from polybasic.chain.settings import Count, Factor, Seed, Settings, Share, Temperature
 from polybasic.deploy.runtime.remote.link import Link
 
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import MAX_TREE_ROWS, Flush, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import Counts
 from polybasic.deploy.planner.ahead import PlayedBlock

@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 
+from polybasic.chain.base.readable import counted
+from polybasic.chain.base.tables import Table, print_table
 from polybasic.chain.formats.plan import decision_lines
-from polybasic.chain.readable import counted
-from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.planner.explanation import shown_budget
 
 

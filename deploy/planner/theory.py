@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 Number = Any
 """A float or a fraction; results have the type of the arguments."""

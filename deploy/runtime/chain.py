@@ -5,7 +5,8 @@ from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, Self, Unpack, cast
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.settings import arguments, unknown_argument
 from polybasic.chain.formats.chat_templates import (
     RejectedMessages,
     prompt_token_ids,
@@ -14,7 +15,6 @@ from polybasic.chain.formats.chat_templates import (
 from polybasic.chain.formats.manifest import Manifest, check_plan
 from polybasic.chain.formats.plan import MeasuredPlan, Plan, PlansByTemperature, PredictedPlan, Rule
 from polybasic.chain.formats.verify import CheckedChain
-from polybasic.chain.settings import arguments, unknown_argument
 from polybasic.deploy.runtime.drafters.history import History
 from polybasic.deploy.runtime.engine import Engine
 from polybasic.deploy.runtime.grammar import Grammar, Vocabulary

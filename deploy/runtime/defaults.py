@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import ConfigFile
 from polybasic.chain.formats.files import read_json
 from polybasic.deploy.runtime.rounds.warping import Sampling

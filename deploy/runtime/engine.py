@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import readable_value
 from polybasic.chain.formats.plan import BigLittle, Judge, Plan
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.executor import Executor
-from polybasic.chain.readable import readable_value
 from polybasic.deploy.runtime.batching import ActiveSequence, choose, rows_of_prompts
 from polybasic.deploy.runtime.drafters.interface import Drafter
 from polybasic.deploy.runtime.graphs.device_stages import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.rounds.constraint import Constraint, refusal
 
 _JSON: Any = {"whitespace_pattern": r"( |\n[ \t]{0,32})?"}

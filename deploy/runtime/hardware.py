@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processor import num_cores, processor_name
 from polybasic.chain.formats.describe import machine_name
 from polybasic.chain.kernels.cpu.native import instruction_set
-from polybasic.chain.processor import num_cores, processor_name
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

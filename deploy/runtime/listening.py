@@ -2,7 +2,7 @@
 
 import socket
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 
 def bound(host: str, port: int, named: str, any_port: str) -> socket.socket:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import counted
+from polybasic.chain.base.settings import arguments
 from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
@@ -29,8 +31,6 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES, multiplies_fast, name_of
 from polybasic.chain.kernels.selection import backend_for
 from polybasic.chain.model.loading import load_decoder, serving_dtype
-from polybasic.chain.readable import counted
-from polybasic.chain.settings import arguments
 from polybasic.deploy.runtime.chain import Chain, checked_plan
 from polybasic.deploy.runtime.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.runtime.drafters.expansion import MakeDrafter, MakeSharingDrafter

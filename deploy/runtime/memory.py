@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil, prod
 from typing import Any, Literal
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import readable_bytes
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, DEVICE_STEP, GROUP
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.formats.checkpoints.kinds import Kind
@@ -22,7 +23,6 @@ from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.chain.formats.lineage import find_steered
 from polybasic.chain.formats.plan import MAX_TREE_ROWS
 from polybasic.chain.formats.verify import CheckedChain
-from polybasic.chain.readable import readable_bytes
 
 MARGIN = 1.2
 """Factor of the sum, for what the formula leaves out (benchmarks/memory.py)."""

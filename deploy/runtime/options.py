@@ -5,8 +5,8 @@ from typing import Annotated, TypedDict, get_args
 
 from pydantic import ConfigDict, Field, InstanceOf
 
+from polybasic.chain.base.settings import Settings, Temperature, Whole
 from polybasic.chain.formats.plan import Plan, Rule
-from polybasic.chain.settings import Settings, Temperature, Whole
 from polybasic.deploy.runtime.drafters.history import History
 from polybasic.deploy.runtime.grammar import Grammar
 from polybasic.deploy.runtime.rounds.logprobs import MAX_LOGPROBS

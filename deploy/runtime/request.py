@@ -4,7 +4,7 @@ from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.runtime.drafters.history import History
 from polybasic.deploy.runtime.rounds.constraint import Constraint

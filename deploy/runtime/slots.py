@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import readable_bytes
 from polybasic.chain.formats.plan import Plan, Tree, Window
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.torch.executor import TorchExecutor
-from polybasic.chain.readable import readable_bytes
 from polybasic.deploy.runtime.drafters.expansion import ExpandingDrafter
 from polybasic.deploy.runtime.drafters.head import EagleDrafter
 from polybasic.deploy.runtime.drafters.history import History

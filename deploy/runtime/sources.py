@@ -6,7 +6,7 @@ beginning that the answer goes on from.
 
 from collections.abc import Mapping, Sequence
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.decoder_config import EncoderConfig
 from polybasic.chain.kernels.torch.encoder_decoder import source_length
 from polybasic.deploy.runtime.request import Request

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.runtime.engine import Engine, rounds_of
 from polybasic.deploy.runtime.request import Request

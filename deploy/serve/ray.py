@@ -34,10 +34,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.logs import log_to_stderr
+from polybasic.chain.base.settings import Count, Factor, arguments
 from polybasic.chain.formats.chains import resolve_chain
-from polybasic.chain.logs import log_to_stderr
-from polybasic.chain.settings import Count, Factor, arguments
 from polybasic.deploy.serve.api.errors import ApiError, out_of_time
 from polybasic.deploy.serve.guard import Guard
 from polybasic.deploy.serve.metrics import CONTENT_TYPE

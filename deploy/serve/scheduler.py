@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.base.errors import LostProcessError, UserError
 from polybasic.deploy.runtime.chain import Chain
 from polybasic.deploy.runtime.live import LiveAnswer
 from polybasic.deploy.runtime.request import Piece, Statistics

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.chat_templates import token_ids_of
 from polybasic.deploy.runtime.chain import Chain, check_draws, checked_plan
 from polybasic.deploy.runtime.drafters.history import History

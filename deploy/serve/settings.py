@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from polybasic.chain.settings import Count, Factor, Settings, Whole
+from polybasic.chain.base.settings import Count, Factor, Settings, Whole
 
 
 class ServeSettings(Settings):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polybasic.chain.readable import counted, readable_bytes
-from polybasic.chain.terminal import say
+from polybasic.chain.base.readable import counted, readable_bytes
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.shared.asking import check_wanted
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def list_cached(
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
 ) -> None:
     """List compiled kernels, choices of kernels and timed products, with sizes and last use."""
-    from polybasic.chain.console import Console
-    from polybasic.chain.tables import Table, print_table
+    from polybasic.chain.base.console import Console
+    from polybasic.chain.base.tables import Table, print_table
 
     folder, found = _found()
     if as_json:
@@ -90,8 +90,8 @@ def clear(
 
 
 def _found() -> "tuple[Path, Sequence[Cached]]":
-    from polybasic.chain.caching import CACHE_VARIABLE, cache_folder
-    from polybasic.chain.errors import UserError
+    from polybasic.chain.base.caching import CACHE_VARIABLE, cache_folder
+    from polybasic.chain.base.errors import UserError
     from polybasic.chain.kernels.cached import cached
 
     try:

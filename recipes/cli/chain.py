@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.readable import counted
-from polybasic.chain.terminal import as_it_is, say
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import counted
+from polybasic.chain.base.terminal import as_it_is, say
 from polybasic.recipes.cli.shared.asked import AnswerFile, check_sources, grammar_asked, one_prompt
 from polybasic.recipes.cli.shared.lossy import PlanFileOption, plan_in
 from polybasic.recipes.cli.shared.options import (
@@ -243,7 +243,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Print members, plan, origin, results and memory of a chain."""
-    from polybasic.chain.console import Console
+    from polybasic.chain.base.console import Console
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.describe import describe_chain, print_chain
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.processes.interruption import Interrupted, record_signals
-from polybasic.chain.terminal import say
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.interruption import Interrupted, record_signals
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.chain import ChainArgument, note_bare
 from polybasic.recipes.cli.shared.options import (
     ContextOption,

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processor import num_cores, processor_flags, processor_name
+from polybasic.chain.base.terminal import say
 from polybasic.chain.kernels.cpu.native import describe_kernels
-from polybasic.chain.processor import num_cores, processor_flags, processor_name
-from polybasic.chain.terminal import say
 
 _PACKAGES = (
     "polybasic",
@@ -115,13 +115,13 @@ def _products() -> dict[str, Any]:
     """How fast PyTorch multiplies in each dtype on this CPU, and what is chosen by that."""
     import torch
 
+    from polybasic.chain.base.processes.group import process_device
     from polybasic.chain.kernels.product_times import (
         multiplies_fast,
         name_of,
         product_times,
         training_dtype,
     )
-    from polybasic.chain.processes.group import process_device
 
     times = product_times()
     chosen = {

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from polybasic.chain.terminal import say
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.chain import ChainArgument
 from polybasic.recipes.cli.shared.options import TargetOption
 
@@ -28,7 +28,7 @@ def export(
     target: TargetOption = None,
 ) -> None:
     """Write draft heads for other engines, models for llama.cpp."""
-    from polybasic.chain.errors import UserError
+    from polybasic.chain.base.errors import UserError
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.heads.export import (
         ENGINES,
@@ -63,8 +63,8 @@ def export(
 
 def _export_models(chain: Path, member: str | None, out: Path | None, target: str | None) -> None:
     """Write models for llama.cpp."""
+    from polybasic.chain.base.readable import readable_bytes
     from polybasic.chain.formats.gguf.export import export_gguf
-    from polybasic.chain.readable import readable_bytes
 
     exported = export_gguf(chain, member, out, target)
     typer.echo(str(exported.folder))

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from polybasic.chain.terminal import say
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.chain import ChainArgument
 from polybasic.recipes.cli.shared.asking import check_wanted
 

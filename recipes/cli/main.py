@@ -11,13 +11,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from polybasic.chain.errors import LostProcessError, UserError
-from polybasic.chain.logs import logging_as
-from polybasic.chain.processes.coordinator import end_all, is_of_a_lost_process, show, watch
-from polybasic.chain.processes.interruption import Interrupted, signals_raise
-from polybasic.chain.processes.joining import joined, leave
-from polybasic.chain.processes.place import place_in
-from polybasic.chain.terminal import ShownStream
+from polybasic.chain.base.errors import LostProcessError, UserError
+from polybasic.chain.base.logs import logging_as
+from polybasic.chain.base.processes.coordinator import end_all, is_of_a_lost_process, show, watch
+from polybasic.chain.base.processes.interruption import Interrupted, signals_raise
+from polybasic.chain.base.processes.joining import joined, leave
+from polybasic.chain.base.processes.place import place_in
+from polybasic.chain.base.terminal import ShownStream
 from polybasic.recipes.cli import (
     cache,
     chain,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.interruption import Interrupted
+from polybasic.chain.base.terminal import say
 from polybasic.chain.formats.places import command_without_places
-from polybasic.chain.processes.interruption import Interrupted
-from polybasic.chain.terminal import say
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption
 from polybasic.recipes.cli.shared.devices import NO_LINK, DevicesOption, fleet_in
 from polybasic.recipes.cli.shared.lossy import (
@@ -137,7 +137,7 @@ def plan(
 
     Costs and acceptance decide on members, tree and block lengths, which is explained.
     """
-    from polybasic.chain.console import Console
+    from polybasic.chain.base.console import Console
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.chain.formats.files import write_json
     from polybasic.deploy.planner.settings import PlanSettings
@@ -272,7 +272,7 @@ def bench(
         return _compare(*compare, as_json)
     if chain is None:
         raise UserError("no chain", "polybasic bench", "name one, or two reports with --compare")
-    from polybasic.chain.console import Console
+    from polybasic.chain.base.console import Console
     from polybasic.chain.formats.chains import resolve_chain
     from polybasic.deploy.planner.settings import BenchSettings
     from polybasic.recipes.schema.loading import validated
@@ -320,7 +320,7 @@ def bench(
 
 
 def _compare(before: Path, after: Path, as_json: bool) -> None:
-    from polybasic.chain.console import Console
+    from polybasic.chain.base.console import Console
     from polybasic.deploy.bench.comparing import compare
     from polybasic.deploy.bench.report.comparison import print_comparison
     from polybasic.deploy.bench.schema import read_report
@@ -424,7 +424,7 @@ def _associate(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from polybasic.chain.console import Console
+    from polybasic.chain.base.console import Console
     from polybasic.chain.formats.files import write_json
     from polybasic.deploy.planner.association import associate
     from polybasic.recipes.cli.shared.devices import print_association

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from polybasic.chain.terminal import say
+from polybasic.chain.base.terminal import say
 
 
 def migrate(

@@ -20,8 +20,8 @@ def list_recipes(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the shipped recipes."""
-    from polybasic.chain.console import Console
-    from polybasic.chain.tables import Table, print_table
+    from polybasic.chain.base.console import Console
+    from polybasic.chain.base.tables import Table, print_table
     from polybasic.recipes.schema.loading import load_recipe, shipped_recipes
 
     descriptions = {name: load_recipe(name).description for name in shipped_recipes()}
@@ -50,7 +50,7 @@ def copy(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Copy a recipe, complete, to be changed."""
-    from polybasic.chain.errors import UserError
+    from polybasic.chain.base.errors import UserError
     from polybasic.chain.formats.files import whole_file
     from polybasic.recipes.schema.layers import resolved_text
     from polybasic.recipes.schema.loading import read_layers

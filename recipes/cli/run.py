@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.processes.place import Place, place_in
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.place import Place, place_in
 from polybasic.recipes.cli.shared.options import NoGraphsOption
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(
     workspace = _run(given, None)
     if workspace is None:
         return
-    from polybasic.chain.console import Console
+    from polybasic.chain.base.console import Console
     from polybasic.deploy.bench.report.terminal import print_report
     from polybasic.deploy.bench.schema import read_report
     from polybasic.recipes.pipeline.run import say
@@ -233,7 +233,7 @@ def on_devices(hardware: str) -> list[str]:
 def _print_estimate(
     recipe: "Recipe", out: Path, hardware: str | None, only: Sequence[str] | None
 ) -> None:
-    from polybasic.chain.console import Console
+    from polybasic.chain.base.console import Console
     from polybasic.recipes.estimates.dry_run import check_disk, estimate, print_estimates
     from polybasic.recipes.estimates.hardware_profiles import hardware_at_hand, hardware_named
     from polybasic.recipes.estimates.known import known_lines, machine_line

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from polybasic.chain.readable import counted, readable_bytes
-from polybasic.chain.terminal import say
+from polybasic.chain.base.readable import counted, readable_bytes
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.shared.asking import check_wanted
 
 app = typer.Typer(
@@ -26,8 +26,8 @@ def list_runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")] = False,
 ) -> None:
     """List runs: recipe, size, when they changed last, and which stages are whole."""
-    from polybasic.chain.console import Console
-    from polybasic.chain.tables import Table, print_table
+    from polybasic.chain.base.console import Console
+    from polybasic.chain.base.tables import Table, print_table
     from polybasic.recipes.pipeline.kept_runs import runs_in
 
     found = runs_in(folder)

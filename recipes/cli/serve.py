@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.terminal import say
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.chain import ChainArgument, note_bare
 from polybasic.recipes.cli.shared.lossy import PlanFileOption, plan_in
 from polybasic.recipes.cli.shared.options import (
@@ -156,7 +156,7 @@ def serve(
     }
     settings = validated(ServeSettings, given, {}, "on the command line")
     _check_installed()
-    from polybasic.chain.logs import log_to_stderr
+    from polybasic.chain.base.logs import log_to_stderr
     from polybasic.deploy import load_chain
     from polybasic.deploy.runtime.listening import bound
     from polybasic.deploy.serve.app import create_app
@@ -251,7 +251,7 @@ def _about(chain: "Chain", settings: "ServeSettings", address: str) -> list[str]
         f"{member.name} ({member.num_parameters / 1e6:.0f} M, {member.dtype})"
         for member in chain.manifest.members
     )
-    from polybasic.chain.readable import readable_bytes
+    from polybasic.chain.base.readable import readable_bytes
     from polybasic.deploy.serve.buffers import BYTES_OF_BODY
 
     memory = chain.memory

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.terminal import say
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.chain import ChainArgument
 from polybasic.recipes.cli.shared.options import (
     ContextOption,

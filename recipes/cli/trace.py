@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.chain.terminal import say
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.chain import ChainArgument
 from polybasic.recipes.cli.shared.asked import check_source, one_prompt
 from polybasic.recipes.cli.shared.options import (
@@ -59,7 +59,7 @@ def trace(
     target: TargetOption = None,
 ) -> None:
     """Show an answer round by round, or where its time went."""
-    from polybasic.chain.console import Console
+    from polybasic.chain.base.console import Console
     from polybasic.chain.formats.files import whole_file
     from polybasic.deploy import load_chain
     from polybasic.recipes.cli.shared.timeline import timeline_tables

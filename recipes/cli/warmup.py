@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.chain.readable import counted, readable_bytes
-from polybasic.chain.terminal import say
+from polybasic.chain.base.readable import counted, readable_bytes
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.chain import ChainArgument, JsonOption
 from polybasic.recipes.cli.shared.options import (
     ContextOption,

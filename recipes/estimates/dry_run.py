@@ -4,8 +4,9 @@ import importlib.util
 from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
-from polybasic.chain.console import Console
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.console import Console
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.tables import Table, print_table
 from polybasic.chain.formats.checkpoints.checkpoint import (
     resolve_adapter,
     resolve_head,
@@ -14,7 +15,6 @@ from polybasic.chain.formats.checkpoints.checkpoint import (
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.packages import PACKAGE
 from polybasic.chain.formats.files import existing, free_bytes, lies_anywhere, partial_path
-from polybasic.chain.tables import Table, print_table
 from polybasic.deploy.planner.prompts import read_questions
 from polybasic.quantize.limits import check_quantizable, check_rows
 from polybasic.recipes.estimates.costs import StageEstimate, estimate_stage

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 COMPUTE_UTILISATION = 0.35
 """Of a GPU's peak, in training: an assumption, the usual range of tuned code being 0.3 to 0.5

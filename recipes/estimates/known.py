@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processor import num_cores, processor_name
+from polybasic.chain.base.progress import waiting
+from polybasic.chain.base.readable import counted
 from polybasic.chain.formats.checkpoints.models import resolve_model
-from polybasic.chain.processor import num_cores, processor_name
-from polybasic.chain.progress import waiting
-from polybasic.chain.readable import counted
 from polybasic.deploy.planner.prompts import read_questions
 from polybasic.recipes.estimates.sizes import has_weights
 from polybasic.recipes.pipeline.prompts import PromptSource, bench_prompts, plan_prompts

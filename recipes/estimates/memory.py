@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.recipes.estimates.hardware_profiles import Hardware
 from polybasic.recipes.estimates.sizes import Shape, count_of_head
 from polybasic.recipes.schema.recipe import Recipe

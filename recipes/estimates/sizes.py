@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import SMALL_HEADS, split_hub_id
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import free_bytes
 
 _SIGNS = ("No space left on device", "os error 28", "Disk quota exceeded", "os error 122")

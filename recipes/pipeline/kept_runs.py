@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import LOCK_NAME, disk_errors
 from polybasic.recipes.pipeline.run import RECIPE_NAME
 from polybasic.recipes.pipeline.running import RECORD_NAME, locked

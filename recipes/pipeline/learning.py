@@ -12,7 +12,7 @@ from collections import deque
 
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.kinds import is_head
 from polybasic.chain.formats.learned import Learned, learned_folder, read_learned, writing_learned
 from polybasic.chain.formats.manifest import Member

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.base.processes.coordinator import broadcast_from_first
 from polybasic.chain.formats.checkpoints.checkpoint import (
     checkpoint_files,
     copy_files,
@@ -17,7 +18,6 @@ from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.checkpoints.quantization import BITS
 from polybasic.chain.formats.files import write_json
 from polybasic.chain.formats.lineage import declare_trained_for
-from polybasic.chain.processes.coordinator import broadcast_from_first
 from polybasic.quantize.limits import group_size_of
 from polybasic.quantize.settings import QuantizeSettings
 from polybasic.recipes.pipeline.conversation_rows import (
@@ -125,7 +125,7 @@ def _import(workspace: Workspace, source: str, draft: DraftSettings, out: Path) 
 
 
 def _train(workspace: Workspace, source: str, out: Path, **given: Any) -> dict[str, Any]:
-    from polybasic.chain.processes.launching import in_processes
+    from polybasic.chain.base.processes.launching import in_processes
     from polybasic.train.run.training import train_head
 
     recipe = workspace.recipe

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polybasic.chain.base.processes.coordinator import broadcast_from_first
+from polybasic.chain.base.processes.place import Place
 from polybasic.chain.formats.files import sha256_of_file
-from polybasic.chain.processes.coordinator import broadcast_from_first
-from polybasic.chain.processes.place import Place
 from polybasic.recipes.pipeline.running import PipelineStage, Workspace
 from polybasic.recipes.pipeline.sources import (
     CONVERSATIONS_NAME,
@@ -100,7 +100,7 @@ def _inputs(workspace: Workspace) -> dict[str, Any]:
 
 
 def _run(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    from polybasic.chain.processes.launching import in_processes
+    from polybasic.chain.base.processes.launching import in_processes
 
     if _settings(workspace).endpoint is not None:
         summary = broadcast_from_first(lambda: _regenerate(workspace, folder, _server(workspace)))
@@ -116,7 +116,7 @@ def _run(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 def _regenerate_here(workspace: Workspace, folder: Path) -> dict[str, Any]:
     """Through this runtime, in each of the processes."""
-    from polybasic.chain.processes.group import process_group
+    from polybasic.chain.base.processes.group import process_group
 
     with process_group() as place:
         return _regenerate(workspace, folder, _runtime(workspace), place)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import yaml
 
-from polybasic.chain import terminal
-from polybasic.chain.errors import UserError
+from polybasic.chain.base import terminal
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.coordinator import broadcast_from_first, wait_for_all
+from polybasic.chain.base.processes.joining import joined
 from polybasic.chain.formats.files import LOCK_NAME, disk_errors, whole_file
-from polybasic.chain.processes.coordinator import broadcast_from_first, wait_for_all
-from polybasic.chain.processes.joining import joined
 from polybasic.recipes.estimates.dry_run import check_disk, estimate
 from polybasic.recipes.pipeline.running import (
     RECORD_NAME,

@@ -15,7 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.coordinator import broadcast_from_first, wait_for_first
+from polybasic.chain.base.processes.place import place_in
 from polybasic.chain.formats.files import (
     locked_folder,
     partial_path,
@@ -24,8 +26,6 @@ from polybasic.chain.formats.files import (
     whole_folder,
     write_json,
 )
-from polybasic.chain.processes.coordinator import broadcast_from_first, wait_for_first
-from polybasic.chain.processes.place import place_in
 from polybasic.recipes.pipeline.disk import full_disk_is_an_oserror
 from polybasic.recipes.pipeline.provenance import package_versions
 from polybasic.recipes.schema.recipe import Recipe

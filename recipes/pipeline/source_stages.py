@@ -6,13 +6,13 @@ Heavy modules are imported where they run, so that a run with nothing to do answ
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.terminal import say
 from polybasic.chain.formats.checkpoints.checkpoint import has_blocks, resolve_adapter, weight_files
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.kept import folder_stamp
-from polybasic.chain.terminal import say
 from polybasic.recipes.pipeline.running import PipelineStage, Workspace
 from polybasic.recipes.pipeline.small import check_small
 from polybasic.recipes.pipeline.sources import (

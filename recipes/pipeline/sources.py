@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import (
     TOKENIZER_FILES,
     resolve_adapter,

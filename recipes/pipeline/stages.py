@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from polybasic.chain.base.terminal import say
 from polybasic.chain.formats.checkpoints.kinds import is_head
 from polybasic.chain.formats.files import sha256_of_file, write_json
 from polybasic.chain.formats.manifest import SCHEMA, Provenance
 from polybasic.chain.formats.package import Part, package_chain
-from polybasic.chain.terminal import say
 from polybasic.deploy.planner.prompts import write_first_turns
 from polybasic.recipes.pipeline.members import model_stages, packed_plan, parts_of
 from polybasic.recipes.pipeline.model_stages import head_stage, quantized_stage

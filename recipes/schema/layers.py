@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import check_content, read_text
 
 Key = tuple[str, ...]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import lies_anywhere
 from polybasic.recipes.schema.layers import BASE, Key, Layer, merged, parse_yaml, places, read_layer
 from polybasic.recipes.schema.recipe import Recipe

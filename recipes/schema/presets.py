@@ -4,7 +4,7 @@ import math
 from functools import reduce
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.recipes.schema.loading import load_recipe
 
 PRESETS = ("quick", "normal", "thorough")

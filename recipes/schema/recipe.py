@@ -4,9 +4,9 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.settings import Seed, Settings
 from polybasic.chain.formats.plan import Name
-from polybasic.chain.settings import Seed, Settings
 from polybasic.deploy.planner.settings import TASKS, BenchSettings, PlanSettings
 from polybasic.quantize.settings import GroupSize, QuantizeSettings
 from polybasic.train.settings import (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from tests.recipes.command_line import call
 
 

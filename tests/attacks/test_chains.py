@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.console import Console
+from polybasic.chain.base.console import Console
 from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats import files
 from polybasic.chain.formats.checkpoints.shapes import tensor_headers
 from polybasic.chain.formats.files import MAX_NESTING, check_content, parse_json, read_json

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from polybasic.chain import errors
+from polybasic.chain.base import errors
 from polybasic.deploy import load_chain
 from tests.attacks.malformed import GOOD, Response, exchange, got, malformed, posted
 from tests.conftest import ChainParts

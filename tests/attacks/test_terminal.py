@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.console import Console
-from polybasic.chain.errors import UserError
-from polybasic.chain.terminal import ShownStream, broken_between_words, escaped
+from polybasic.chain.base.console import Console
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.terminal import ShownStream, broken_between_words, escaped
 from polybasic.recipes.cli import chain as commands
 from polybasic.recipes.cli import main as cli
 from tests.attacks import outcomes
@@ -79,7 +79,7 @@ def test_warnings_and_tracebacks_are_escaped(monkeypatch) -> None:
 
 def test_what_is_not_escaped_is_seen(monkeypatch, tiny_chain: Path) -> None:
     monkeypatch.setattr(cli, "ShownStream", lambda stream: stream)
-    monkeypatch.setattr("polybasic.chain.errors.escaped", str)
+    monkeypatch.setattr("polybasic.chain.base.errors.escaped", str)
     with pytest.raises(AssertionError):
         outcomes.of_command("inspect", "\x1b[2J")
 

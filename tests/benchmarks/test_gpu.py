@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import load_chain
 from tests.benchmarks.growth.growing import write_tied_parts
 from tests.benchmarks.scripts import load_script

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy.bench.report.terminal import print_report

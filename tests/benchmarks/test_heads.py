@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import read_json
 from polybasic.recipes.schema.loading import load_recipe
 from tests.benchmarks.scripts import load_script

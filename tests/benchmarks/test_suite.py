@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import load_chain
 from polybasic.deploy.runtime.hardware import describe_hardware
 from polybasic.deploy.runtime.rounds import stages

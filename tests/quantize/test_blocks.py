@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.blocks import BlockWeight
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, stored_tensors
 from polybasic.chain.formats.checkpoints.config import read_config

@@ -1,6 +1,6 @@
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.quantize.calibration import calibration_samples
 
 ROWS = [list(range(100 * row, 100 * row + length)) for row, length in enumerate([3, 10, 0, 5, 7])]

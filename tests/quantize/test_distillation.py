@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.lineage import QUANTIZED_FROM_KEY
 from polybasic.chain.formats.origin import ORIGIN_KEY

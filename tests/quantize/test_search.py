@@ -12,7 +12,7 @@ from awq.quantize.quantizer import AwqQuantizer
 from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.quantize import search
 from polybasic.quantize.awq import quantize_target

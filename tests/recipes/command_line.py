@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime import hardware
 from polybasic.recipes.cli import main as cli
 from polybasic.recipes.schema.loading import load_recipe

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.rounds.judging import read_classifier
 from polybasic.train.judge import Judging, fit_judge, write_judge
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import disk_errors, parse_json, sha256_of_object, write_json
 from polybasic.train.answers.answerer import WrittenTurn
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import parse_json, whole_file, write_json
 from polybasic.train.answers.accounting import Outcome, counts_of
 from polybasic.train.data.chat import Messages

@@ -14,7 +14,7 @@ import httpx2
 import openai
 from pydantic import BaseModel, Field, ValidationError
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.answers.answerer import AskedPrompt, FailedAnswer, WrittenTurn
 from polybasic.train.settings import RegenerateSettings
 

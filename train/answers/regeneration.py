@@ -17,11 +17,11 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.coordinator import wait_for_all
+from polybasic.chain.base.processes.place import Place
+from polybasic.chain.base.progress import ProgressReport
 from polybasic.chain.formats.files import sha256_of_object, whole_file, write_json
-from polybasic.chain.processes.coordinator import wait_for_all
-from polybasic.chain.processes.place import Place
-from polybasic.chain.progress import ProgressReport
 from polybasic.train.answers.accounting import (
     Outcome,
     account_in_words,

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.progress import ProgressReport
 from polybasic.chain.formats.files import parse_json, whole_file
-from polybasic.chain.progress import ProgressReport
 from polybasic.train.answers.accounting import listed
 from polybasic.train.answers.answer_journal import AnswerJournal
 from polybasic.train.answers.answerer import WrittenTurn

@@ -12,8 +12,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.processes.group import is_first_process
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.group import is_first_process
 from polybasic.train.data.chat import EncodedConversation, RefusedConversation, encode_accepted
 from polybasic.train.data.packing import PackedWindows
 

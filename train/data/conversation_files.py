@@ -9,7 +9,7 @@ from typing import IO, Any, NoReturn
 
 import pyarrow
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import check_content, json_errors, parse_json
 
 FILE_NAME = re.compile(r"\.jsonl?(\.gz|\.zst)?$")

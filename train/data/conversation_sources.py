@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.data.conversation_files import FILE_NAME
 from polybasic.train.data.shipped import SHIPPED_PATH
 from polybasic.train.settings import SHIPPED

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedTokenizerBase
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.chat_templates import RejectedMessages, rendered_messages
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.train.data.chat import chat_template

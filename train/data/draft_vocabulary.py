@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.data.batches import step_generator
 from polybasic.train.data.chat import encode_accepted
 from polybasic.train.settings import DataSettings

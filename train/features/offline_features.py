@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import free_bytes
-from polybasic.chain.processes.group import (
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.group import (
     is_first_process,
     num_processes,
     process_index,
     wait_for_all,
 )
-from polybasic.chain.progress import tracked
+from polybasic.chain.base.progress import tracked
+from polybasic.chain.formats.files import free_bytes
 from polybasic.train.data.batches import BatchStream, Share
 from polybasic.train.features.feature_plan import (
     FeatureLayout,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.integrations import HfDeepSpeedConfig
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.tokenizer import load_tokenizer
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.train.engine import quiet_deepspeed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import SUPPORTED_ROPE_TYPES
 from polybasic.chain.formats.head_kinds.eagle3 import NORM_EACH, NORM_OUTPUT
 from polybasic.chain.formats.tokenizer import load_tokenizer

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.drafts import DraftTree, walk
 from polybasic.chain.kernels.executor import Executor, Layers

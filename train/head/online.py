@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.lineage import TRAINED_FOR_KEY
 from polybasic.chain.formats.origin import recorded

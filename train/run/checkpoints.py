@@ -9,9 +9,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.group import is_first_process, wait_for_all
 from polybasic.chain.formats.files import read_json, whole_folder, write_json
-from polybasic.chain.processes.group import is_first_process, wait_for_all
 from polybasic.train.engine import engine_state, set_engine_state
 
 RECORD_NAME = "run.json"

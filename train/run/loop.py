@@ -12,24 +12,24 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.formats.files import whole_folder, write_json
-from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.processes.coordinator import broadcast_from_first
-from polybasic.chain.processes.group import (
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.coordinator import broadcast_from_first
+from polybasic.chain.base.processes.group import (
     is_first_process,
     num_processes,
     process_index,
     sum_over_processes,
     wait_for_all,
 )
-from polybasic.chain.processes.interruption import (
+from polybasic.chain.base.processes.interruption import (
     HANDLED_SIGNALS,
     Interrupted,
     ReceivedSignal,
     record_signals,
 )
-from polybasic.chain.progress import ProgressReport
+from polybasic.chain.base.progress import ProgressReport
+from polybasic.chain.formats.files import whole_folder, write_json
+from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
 from polybasic.train.data.batches import Batch, BatchStream, row_noise, step_generator
 from polybasic.train.engine import start_engine
 from polybasic.train.features.lm_head import LmHead

@@ -14,7 +14,9 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.coordinator import broadcast_from_first
+from polybasic.chain.base.processes.group import is_first_process, process_device, process_group
 from polybasic.chain.formats.checkpoints.checkpoint import TOKENIZER_FILES
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.files import read_json, sha256_of_file, sha256_of_object, write_json
@@ -23,8 +25,6 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.reference import load_reference_model
-from polybasic.chain.processes.coordinator import broadcast_from_first
-from polybasic.chain.processes.group import is_first_process, process_device, process_group
 from polybasic.train.data.batches import BatchStream, Share
 from polybasic.train.data.chat import check_chat_template
 from polybasic.train.data.conversations import (
@@ -86,7 +86,7 @@ def train_head(
 
     A run that was stopped continues from its last checkpoint in `out`; on a CPU the outcome is
     bit for bit that of a run without a stop. A finished run is not repeated. Called by each of
-    the processes where there are several (`polybasic.chain.processes`).
+    the processes where there are several (`polybasic.chain.base.processes`).
 
     Args:
         target: folder of a transformers checkpoint.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import alternatives
 from polybasic.chain.formats.checkpoints.quantization import BITS, GROUP_SIZE, GROUP_SIZES
-from polybasic.chain.readable import alternatives
 
 PARTS = ("qweight", "qzeros", "scales")
 """A linear's tensors."""

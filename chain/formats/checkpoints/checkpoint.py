@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.block_types import typed_name
 from polybasic.chain.formats.checkpoints.hub import snapshot
 from polybasic.chain.formats.checkpoints.packages import PACKAGE, path_in_package

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig, LayerKind
 from polybasic.chain.formats.checkpoints.kinds import Kind, is_head
 from polybasic.chain.formats.checkpoints.quantization import read_quantization_config

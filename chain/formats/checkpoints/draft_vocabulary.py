@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.names import DRAFT_TABLES
 
 OFFSETS, IS_DRAFTED = DRAFT_TABLES

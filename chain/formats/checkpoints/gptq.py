@@ -9,14 +9,14 @@ is needed.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.progress import tracked
+from polybasic.chain.base.readable import alternatives
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.checkpoints.config import ConfigFile, read_config
 from polybasic.chain.formats.checkpoints.quantization import BITS, GROUP_SIZES, quantization_config
 from polybasic.chain.formats.files import whole_folder
 from polybasic.chain.formats.kept import MODELS, folder_stamp, kept_folder
-from polybasic.chain.progress import tracked
-from polybasic.chain.readable import alternatives
 
 if TYPE_CHECKING:
     from torch import Tensor

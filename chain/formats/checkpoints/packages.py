@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path, PurePosixPath
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import lies_anywhere
 
 PACKAGE = "package:"

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.readable import alternatives
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import alternatives
 
 BITS = 4
 GROUP_SIZES = (128, 64, 32)

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.block_types import typed_name
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, weight_files
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig, Shape

@@ -9,9 +9,9 @@ Megatron-LM, 2019). Norms and the embedding are whole everywhere.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import alternatives
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
-from polybasic.chain.readable import alternatives
 
 _LANES = 16
 """Outputs that lie side by side for the CPU's kernels, which stay together where they can."""

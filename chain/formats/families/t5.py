@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.decoder_config import EncoderConfig
 from polybasic.chain.formats.families.family import Family, Read
 from polybasic.chain.formats.families.reading import malformed

@@ -5,7 +5,7 @@ from typing import Any
 
 import gguf
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import ConfigFile
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig
 from polybasic.chain.formats.families.family import QKV

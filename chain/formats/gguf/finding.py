@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.hub import snapshot
 from polybasic.chain.formats.checkpoints.packages import PACKAGE, path_in_package
 from polybasic.chain.formats.files import lies_anywhere

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import gguf
 import numpy as np
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.gguf.finding import PART, SUFFIX
 
 _MAGIC = b"GGUF"

@@ -18,8 +18,11 @@ import gguf
 import numpy as np
 import torch
 
-from polybasic.chain.caching import CACHE_VARIABLE
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.caching import CACHE_VARIABLE
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processor import num_cores
+from polybasic.chain.base.progress import tracked
+from polybasic.chain.base.readable import readable_bytes
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, BlockType
 from polybasic.chain.formats.checkpoints.config import decoder_config
 from polybasic.chain.formats.files import (
@@ -41,9 +44,6 @@ from polybasic.chain.formats.gguf.tensors import (
 from polybasic.chain.formats.gguf.tokenizer import write_tokenizer
 from polybasic.chain.formats.kept import MODELS, file_stamp, kept_folder
 from polybasic.chain.formats.origin import GGUF_KEY, ORIGIN_KEY
-from polybasic.chain.processor import num_cores
-from polybasic.chain.progress import tracked
-from polybasic.chain.readable import readable_bytes
 
 _VERSION = 2
 """Of what is made of a file; raised where the same file gives another checkpoint."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.awq import CODES_PER_WORD, PARTS, QuantizedWeight
 from polybasic.chain.formats.checkpoints.block_types import GROUP, BlockType, typed_name
 from polybasic.chain.formats.checkpoints.blocks import BlockWeight

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.chat_templates import (
     RejectedMessages,
     rendered_messages,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import read_json
 from polybasic.chain.formats.gguf.splits import BYTE_LEVEL, DIGIT, name_of
 from polybasic.chain.formats.tokenizer import load_tokenizer

@@ -6,12 +6,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from polybasic.chain.base.progress import tracked
 from polybasic.chain.formats.checkpoints.checkpoint import stored_tensors
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.gguf.architectures import add_numbers, architecture_of, warnings_of
 from polybasic.chain.formats.gguf.tensors import GGUFTensor, Type, tensors_of
 from polybasic.chain.formats.gguf.vocabulary import numbers, read_vocabulary
-from polybasic.chain.progress import tracked
 
 _VALUES = np.dtype(np.float32)
 """Says that shapes count values: those of bytes would be of uint8."""

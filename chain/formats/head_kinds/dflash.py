@@ -12,7 +12,7 @@ SpecForge's (specforge 0.2.0, specforge/modeling/draft: dflash.py, domino.py and
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig, Shape
 from polybasic.chain.formats.head_kinds.kind import Content, HeadKind, is_whole
 

@@ -6,7 +6,7 @@ a tuned lens does (Belrose et al., arXiv 2303.08112), with a matrix of low rank.
 
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig, ModelSizes, Shape
 from polybasic.chain.formats.head_kinds.kind import Content, HeadKind, is_whole, model_config
 

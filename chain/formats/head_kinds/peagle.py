@@ -9,7 +9,7 @@ Llama's. Names and fields are those of speculators 0.9.0 (speculators/models/pea
 from dataclasses import replace
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.decoder_config import HeadConfig, Shape
 from polybasic.chain.formats.head_kinds.block import NUM_POSITIONS
 from polybasic.chain.formats.head_kinds.eagle3 import (

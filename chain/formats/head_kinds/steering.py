@@ -6,7 +6,7 @@ alone; the model that it steers is another member, in whose place it drafts.
 
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.decoder_config import (
     DecoderConfig,
     HeadConfig,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.extensions import Table
 from polybasic.chain.formats.head_kinds.block import BLOCK
 from polybasic.chain.formats.head_kinds.dflash import DFLASH

@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from polybasic.chain.caching import (
+from polybasic.chain.base.caching import (
     CACHE_VARIABLE,
     cache_folder,
     check_private,
     close_to_others,
     private_folder,
 )
+from polybasic.chain.base.processor import flags_line, num_cores
+from polybasic.chain.base.progress import ProgressReport, waiting
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.chain.kernels.cpu.compilers import Compiler
 from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet
 from polybasic.chain.kernels.cpu.unavailable import NativeUnavailable
-from polybasic.chain.processor import flags_line, num_cores
-from polybasic.chain.progress import ProgressReport, waiting
 
 SOURCE_FOLDER = Path(__file__).parent / "source"
 PREBUILT_FOLDER = Path(__file__).parent / "prebuilt"

@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cpu.instruction_sets import NATIVE, InstructionSet, machine
 from polybasic.chain.kernels.cpu.unavailable import NativeUnavailable
 

@@ -4,9 +4,9 @@ import platform
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processor import processor_flags
 from polybasic.chain.kernels.environment import ISA_VARIABLE, isa_wanted
-from polybasic.chain.processor import processor_flags
 
 NATIVE = "native"
 """All that the processor has, as the compiler finds it out."""

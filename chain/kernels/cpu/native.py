@@ -6,8 +6,8 @@ import logging
 import os
 from pathlib import Path
 
-from polybasic.chain.caching import CACHE_VARIABLE
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.caching import CACHE_VARIABLE
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cpu.build import built_library, prebuilt_libraries
 from polybasic.chain.kernels.cpu.compilers import COMPILER_VARIABLE, need_compiler
 from polybasic.chain.kernels.cpu.instruction_sets import (

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 MAX_GRAPHS = 256
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.progress import tracked
 from polybasic.chain.kernels.product_times import name_of
-from polybasic.chain.progress import tracked
 from polybasic.deploy.bench.exactness.rereading import (
     ONE_ROW,
     ReadPattern,

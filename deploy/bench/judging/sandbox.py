@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 SECONDS = 2
 MEGABYTES = 512

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Judge, Plan
 from polybasic.deploy.bench.bootstrap import estimate
 from polybasic.deploy.bench.judging.mining import answer_text

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 DEFAULT_PYTHON = Path(".venv-peers/bin/python")
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.bench.peers.catalogue import clean_environment
 from polybasic.deploy.bench.systems.system import System, TimedAnswer
 from polybasic.deploy.runtime.rounds.sampling import Sampling

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS

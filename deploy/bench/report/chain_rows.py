@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from polybasic.chain.readable import readable_bytes
-from polybasic.chain.tables import Table
+from polybasic.chain.base.readable import readable_bytes
+from polybasic.chain.base.tables import Table
 from polybasic.deploy.bench.report.lines import differs, hardware_line, settings_line
 from polybasic.deploy.bench.report.parts import (
     NOT_KNOWN,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from polybasic.chain.readable import readable_bytes
-from polybasic.chain.tables import Table, print_table
+from polybasic.chain.base.readable import readable_bytes
+from polybasic.chain.base.tables import Table, print_table
 from polybasic.deploy.bench.comparing import Comparison, NumberChange, SystemChange
 from polybasic.deploy.bench.report.lines import UNLIKELY
 from polybasic.deploy.bench.report.parts import NOT_KNOWN

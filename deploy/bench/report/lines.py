@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from polybasic.chain.base.readable import counted, readable_bytes
 from polybasic.chain.formats.card import grown_note
 from polybasic.chain.formats.describe import processor_line
 from polybasic.chain.formats.plan import decision_lines
-from polybasic.chain.readable import counted, readable_bytes
 from polybasic.deploy.bench.report.parts import (
     shown_interval,
     shown_milliseconds,

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from polybasic.chain.base.tables import Table
 from polybasic.chain.formats.files import whole_file
-from polybasic.chain.tables import Table
 from polybasic.deploy.bench.report.lines import status_lines
 from polybasic.deploy.bench.report.parts import Figure, Section
 from polybasic.deploy.bench.report.sections import sections_of

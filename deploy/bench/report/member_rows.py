@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from polybasic.chain.tables import Table
+from polybasic.chain.base.tables import Table
 from polybasic.deploy.bench.report.parts import (
     NOT_KNOWN,
     shown_milliseconds,

@@ -6,8 +6,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from polybasic.chain.base.tables import Table
 from polybasic.chain.formats.files import whole_file
-from polybasic.chain.tables import Table
 from polybasic.deploy.bench.report.lines import status_lines
 from polybasic.deploy.bench.report.parts import Figure
 from polybasic.deploy.bench.report.plots import draw

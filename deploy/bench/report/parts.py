@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from polybasic.chain.tables import Table
+from polybasic.chain.base.tables import Table
 from polybasic.deploy.bench.schema import Quantiles, Ratio
 
 NOT_KNOWN = "-"

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+from polybasic.chain.base.tables import Table
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.tables import Table
 from polybasic.deploy.bench.report.parts import (
     ITSELF,
     NOT_KNOWN,

@@ -1,6 +1,6 @@
 """The one order of a report's contents, for every way of showing it."""
 
-from polybasic.chain.tables import Table
+from polybasic.chain.base.tables import Table
 from polybasic.deploy.bench.report.chain_rows import (
     adaptation_table,
     draft_vocabulary_table,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from polybasic.chain.tables import Table, print_table
+from polybasic.chain.base.tables import Table, print_table
 from polybasic.deploy.bench.report.lines import status_lines
 from polybasic.deploy.bench.report.parts import Figure
 from polybasic.deploy.bench.report.sections import sections_of

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy.bench.peers.catalogue import check_peers
 from polybasic.deploy.bench.peers.systems import peer_systems

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import shown_members, shown_rule
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES
 from polybasic.chain.formats.checkpoints.kinds import MODEL_KINDS

@@ -3,7 +3,7 @@
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.bench.systems.generate_loops import GenerateLoop
 from polybasic.deploy.bench.systems.system import TimedAnswer
 from polybasic.deploy.runtime.rounds.sampling import Sampling

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.chain.kernels.torch.encoder_decoder import source_length
 from polybasic.chain.model.reference import load_reference_model

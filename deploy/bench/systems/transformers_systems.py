@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.progress import waiting
 from polybasic.chain.formats.manifest import Member
-from polybasic.chain.progress import waiting
 from polybasic.deploy.bench.systems.compiled_loop import CompiledLoop
 from polybasic.deploy.bench.systems.fastest_loop import (
     LoopChoice,

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from polybasic.chain.progress import ProgressReport
+from polybasic.chain.base.progress import ProgressReport
 
 Item = TypeVar("Item")
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from polybasic.chain.base.progress import tracked
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree, Window
-from polybasic.chain.progress import tracked
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.measurements import DraftCosts, PassCosts, num_candidates
 from polybasic.deploy.planner.settings import PlanGrid

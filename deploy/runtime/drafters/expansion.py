@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Tree, Window
 from polybasic.chain.kernels.drafts import Candidates, DraftTree
 from polybasic.chain.kernels.executor import DraftRequest, Executor

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.base.errors import LostProcessError, UserError
+from polybasic.chain.base.readable import readable_bytes
 from polybasic.chain.formats.checkpoints.shard import Shard
 from polybasic.chain.formats.verify import check_chain
 from polybasic.chain.kernels.product_times import DTYPES
-from polybasic.chain.readable import readable_bytes
 from polybasic.deploy.runtime.hardware import available_bytes, release_unused
 from polybasic.deploy.runtime.parallel.group import Group
 from polybasic.deploy.runtime.parallel.runner import ParallelRunner, load_parts

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.base.errors import LostProcessError, UserError
+from polybasic.chain.base.processes.place import is_on_one_host
 from polybasic.chain.formats.checkpoints.shard import Shard
-from polybasic.chain.processes.place import is_on_one_host
 
 Order = list[Any]
 """Its name, then its arguments: numbers, texts and lists of them."""

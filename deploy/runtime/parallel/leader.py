@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.base.errors import LostProcessError, UserError
 from polybasic.chain.formats.files import lies_anywhere
 from polybasic.chain.formats.verify import CheckedChain
 from polybasic.chain.kernels.cpu.library import kernels_for

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.base.errors import LostProcessError, UserError
+from polybasic.chain.base.processes.group import process_device
+from polybasic.chain.base.processes.place import place_in
 from polybasic.chain.formats.checkpoints.shard import Shard
-from polybasic.chain.processes.group import process_device
-from polybasic.chain.processes.place import place_in
 from polybasic.deploy.runtime.parallel.group import Group
 
 _END_SECONDS = 5.0

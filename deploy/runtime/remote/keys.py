@@ -10,7 +10,7 @@ import ssl
 from pathlib import Path
 from typing import TypeVar
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import read_secret, sha256_of_object, warn_of_readers
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.deploy.runtime.remote.messages import (

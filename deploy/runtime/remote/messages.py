@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from pydantic import Field, StringConstraints, ValidationError
 from safetensors import SafetensorError
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.settings import Count, Settings, Whole
 from polybasic.chain.formats.files import parse_json
-from polybasic.chain.settings import Count, Settings, Whole
 from polybasic.deploy.runtime.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import Manifest
 from polybasic.chain.formats.plan import Flush, Plan
 from polybasic.deploy.runtime.drafters.interface import Drafter

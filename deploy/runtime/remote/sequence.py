@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import MAX_TREE_ROWS
 from polybasic.deploy.runtime.chain import Chain
 from polybasic.deploy.runtime.drafters.interface import NoDrafter

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as NotYetError
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.runtime.chain import Chain
 from polybasic.deploy.runtime.listening import bound

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.remote.messages import (
     Answer,
     Begin,

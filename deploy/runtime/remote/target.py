@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.remote.keys import GREETING_SECONDS, expected, greet
 from polybasic.deploy.runtime.remote.link import Link
 from polybasic.deploy.runtime.remote.messages import BrokenLinkError, Channel, Ping, Pong

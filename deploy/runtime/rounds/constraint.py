@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cpu.library import kernels_for
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.runtime.rounds.warping import Prefixes

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.rows import consecutive_rows
 from polybasic.deploy.runtime.rounds.verifier import Verifier
 

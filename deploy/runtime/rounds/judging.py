@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Judge
 from polybasic.deploy.runtime.rounds.constraint import Constraint
 from polybasic.deploy.runtime.rounds.passes import Passes

@@ -5,7 +5,7 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 StoppedBy = Literal["stop", "stop_string", "length"]
 """What ended an answer: a stop token that was drawn, a stop string, or the number of its tokens."""

@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 from polybasic.chain.kernels.torch.host_operations import HostOperations
 from polybasic.chain.kernels.torch.operations import Operations
-from polybasic.chain.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 _HOST = HostOperations()
 _MIN_TOP_P = 1e-30

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from polybasic.chain.readable import readable_value
+from polybasic.chain.base.readable import readable_value
 from polybasic.deploy.runtime.rounds.logprobs import MAX_LOGPROBS
 from polybasic.deploy.serve.api.errors import ApiError, bad_request
 from polybasic.deploy.serve.api.fields import Fields, JsonObject, Refused

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.progress import tracked
 from polybasic.chain.formats.files import (
     disk_errors,
     lies_anywhere,
@@ -15,7 +16,6 @@ from polybasic.chain.formats.files import (
     read_json,
     read_text,
 )
-from polybasic.chain.progress import tracked
 
 if TYPE_CHECKING:
     from polybasic.deploy import Chain

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 
 def check_wanted(question: str, is_yes: bool) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import counted
+from polybasic.chain.base.terminal import say
 from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.files import write_json
-from polybasic.chain.readable import counted
-from polybasic.chain.terminal import say
 from polybasic.recipes.cli.chain import statistics_line
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.recipes.cli.shared.options import first_given
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def fleet_in(path: Path | None, **others: object) -> "Fleet | None":
 
 def print_association(association: "Association", console: "Console") -> None:
     """Print who drafts for whom, what that gains, and what other servers would give."""
+    from polybasic.chain.base.readable import counted
+    from polybasic.chain.base.tables import Table, print_table
     from polybasic.chain.formats.card import shown_members
-    from polybasic.chain.readable import counted
-    from polybasic.chain.tables import Table, print_table
     from polybasic.deploy.planner.association import total
 
     pairs = association.pairs

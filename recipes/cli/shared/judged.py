@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.terminal import say
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.terminal import say
 from polybasic.recipes.cli.shared.lossy import (
     greedy_chain,
     print_thresholds,
@@ -145,8 +145,8 @@ def judged(
 
 def print_judged(found: Judged, quality: float, console: "Console") -> None:
     """Print what a judge gains and loses, and the thresholds that were tried."""
-    from polybasic.chain.readable import counted
-    from polybasic.chain.tables import Table
+    from polybasic.chain.base.readable import counted
+    from polybasic.chain.base.tables import Table
 
     point, judging = found.tuning.measured, found.judging
     low, high = point.speedup_bounds

@@ -3,7 +3,7 @@
 import errno
 import os
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 _OF_MEMORY = ("can't allocate memory", "failed to map segment", "Cannot allocate memory")
 """Words of torch and of the loader of libraries, whose errors have no type of their own."""

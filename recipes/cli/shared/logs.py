@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.logs import LEVELS, Level, LogSettings
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.logs import LEVELS, Level, LogSettings
 
 _VERBOSE, _LEVEL, _JSON = ("-v", "--verbose"), "--log-level", "--log-json"
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.recipes.cli.shared.options import first_given
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from polybasic.chain.base.tables import Table
     from polybasic.chain.formats.plan import Plan
-    from polybasic.chain.tables import Table
     from polybasic.deploy import Chain
     from polybasic.deploy.bench.lossy import Tuning
     from polybasic.deploy.planner.settings import PlanSettings
@@ -186,7 +186,7 @@ def show_lossy(
     found: Any, quality: float, show: "Callable[[Any, float, Console], None]", as_json: bool
 ) -> None:
     """Print what was found of a lossy plan, as JSON or for people."""
-    from polybasic.chain.console import Console
+    from polybasic.chain.base.console import Console
 
     if as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
@@ -196,8 +196,8 @@ def show_lossy(
 
 def print_tuning(tuning: "Tuning", quality: float, console: "Console") -> None:
     """Print what a lossy plan gains and loses, and the thresholds that were tried."""
-    from polybasic.chain.readable import counted
-    from polybasic.chain.tables import Table
+    from polybasic.chain.base.readable import counted
+    from polybasic.chain.base.tables import Table
 
     low, high = tuning.speedup_bounds
     least, most = tuning.quality_bounds
@@ -237,7 +237,7 @@ def print_thresholds(
     Args:
         left_out: what there was no time for, in words.
     """
-    from polybasic.chain.tables import print_table
+    from polybasic.chain.base.tables import print_table
 
     first, *others = lines
     console.print(first, style="bold", highlight=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 MaxNewTokensOption = Annotated[int, typer.Option(help="Tokens of the answer at most.")]
 TemperatureOption = Annotated[
@@ -96,7 +96,7 @@ DtypeOption = Annotated[
 
 def _num_parts(context: typer.Context, given: int | None) -> int:
     """Processes that models are divided among; but for the first of a launcher's they stay here."""
-    from polybasic.chain.processes.place import place_in
+    from polybasic.chain.base.processes.place import place_in
 
     if place_in().world_size == 1:
         return given or 1

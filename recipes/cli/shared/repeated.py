@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, get_args
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Rule
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from polybasic.chain.terminal import escaped
+from polybasic.chain.base.terminal import escaped
 from polybasic.recipes.cli.chain import answer_stream
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class TintedAnswer(ShownAnswer):
     """
 
     def __init__(self, chain: "Chain") -> None:
-        from polybasic.chain.console import Console
+        from polybasic.chain.base.console import Console
         from polybasic.deploy.serve.texts import SharedText
 
         super().__init__()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints import awq as awq_format
 from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, cpu_int4_weight, dequantize
 from polybasic.chain.formats.checkpoints.quantization import (

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.checkpoints.checkpoint import (
     copy_checkpoint,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import decoder_config
 from polybasic.chain.formats.checkpoints.decoder_config import LayerKind
 from polybasic.chain.formats.families.table import FAMILIES

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables, draft_token_ids
 
 Tables = dict[str, Tensor]

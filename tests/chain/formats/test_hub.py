@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
-from polybasic.chain.caching import CACHE_VARIABLE
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.caching import CACHE_VARIABLE
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.checkpoints.checkpoint import (
     load_tensors,

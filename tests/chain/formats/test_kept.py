@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.caching import CACHE_VARIABLE
+from polybasic.chain.base.caching import CACHE_VARIABLE
 from polybasic.chain.formats import kept
 from polybasic.chain.formats.files import sha256_of_file
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import record_plan, shown_contexts, shown_loads
 from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.manifest import read_manifest

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import Manifest, read_manifest, write_manifest
 from polybasic.chain.formats.plan import MAX_TOP_K, Plan
 

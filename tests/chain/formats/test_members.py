@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import shown_plan
 from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.lineage import weights_digest

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import read_json, sha256_of_file, write_json
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.migration import migrate_chain

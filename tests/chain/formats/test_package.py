@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaTokenizer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import record_plan, record_results
 from polybasic.chain.formats.checkpoints.models import resolve_model
 from polybasic.chain.formats.files import sha256_of_file

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import weight_notes
 from polybasic.chain.formats.checkpoints.awq import dequantize, packed_weight
 from polybasic.chain.formats.checkpoints.checkpoint import copy_files, load_tensors, tokenizer_files

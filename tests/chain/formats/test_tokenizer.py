@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.tokenizer import needs_preparation, prepare_tokenizer
 from tests.checkpoints import CHATML, FAMILIES, INSTRUCTION
 

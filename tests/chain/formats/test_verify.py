@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import sha256_of_file
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.formats.verify import check_chain

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.heads.compact import compacted, expanded
 from polybasic.chain.heads.export import export_compact

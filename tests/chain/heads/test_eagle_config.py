@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import check_feature_layers, head_config
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, HeadConfig
 from polybasic.chain.heads.eagle_config import default_feature_layers, eagle3_config, eagle_config

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.heads.export import ENGINES, Engine, Exported, export_head, launch_command

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import decoder_config, read_config
 from polybasic.chain.formats.checkpoints.decoder_config import EncoderConfig
 from polybasic.chain.formats.checkpoints.shapes import check_shapes

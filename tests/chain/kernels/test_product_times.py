@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels import product_times as module
 from polybasic.chain.kernels.product_times import (
     ProductTimes,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import BigLittle, Flush, Plan, PlansByTemperature, Tree
 from polybasic.deploy.bench.lossy import BLOCK_TOKENS, Tuning, tune_lossy
 from polybasic.deploy.planner.measuring.budget import Budget

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import BigLittle, Flush, Plan
 from polybasic.deploy.bench import running

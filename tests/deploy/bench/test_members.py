@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from polybasic.chain.base.tables import print_table
 from polybasic.chain.formats.package import Part
 from polybasic.chain.kernels.drafts import DraftTree
-from polybasic.chain.tables import print_table
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench import members
 from polybasic.deploy.bench.members import draft_vocabularies

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.model.reference import load_reference_model
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench.peers import catalogue, process, systems

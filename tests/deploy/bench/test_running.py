@@ -9,7 +9,7 @@ import matplotlib
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest, write_manifest
 from polybasic.chain.formats.verify import check_chain
 from polybasic.deploy import load_chain

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import load_chain
 from polybasic.deploy.bench import running, summary
 from polybasic.deploy.bench.peers.systems import PeerSystems

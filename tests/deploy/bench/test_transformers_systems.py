@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.systems.compiled_loop import CompiledLoop
 from polybasic.deploy.bench.systems.generate_loops import GenerateLoop

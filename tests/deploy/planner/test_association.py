@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.planner.association import Association, Fleet, associate, between, total
 from polybasic.deploy.planner.measuring.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.search import choose_plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.planner.prompts import (
     Question,
     choose_questions,

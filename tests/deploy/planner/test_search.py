@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.deploy.planner import search as planner
 from polybasic.deploy.planner.explanation import decide, explain

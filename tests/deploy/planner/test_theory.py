@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.noise import gumbel_noise, noise_key
 from polybasic.deploy.planner.theory import (
     Insertion,

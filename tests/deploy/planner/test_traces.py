@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Rule, Tree

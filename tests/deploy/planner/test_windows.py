@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import render_card
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.package import Part

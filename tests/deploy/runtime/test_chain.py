@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.files import read_json, write_json
 from polybasic.chain.formats.manifest import read_manifest, write_manifest

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.deploy.runtime.defaults import read_default_sampling, read_stop_tokens
 from polybasic.deploy.runtime.rounds.sampling import Sampling

@@ -12,7 +12,7 @@ import torch
 from llguidance import LLMatcher
 
 from polybasic import Grammar, load_chain
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.chain import Chain
 from polybasic.deploy.runtime.rounds.constraint import Constraint
 from tests.deploy.byte_target import write_byte_target

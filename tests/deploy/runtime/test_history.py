@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from polybasic import History, load_chain
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.chain import Chain
 from tests.deploy.byte_target import write_byte_target
 from tests.deploy.serve.serving import serving

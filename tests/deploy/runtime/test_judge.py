@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Flush, Judge, Ngram, Plan, Tree
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.runtime.request import Request

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import check_plan, read_manifest
 from polybasic.chain.formats.plan import (
     AdaptiveFlush,

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import readable_bytes
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.plan import MAX_TREE_ROWS, Tree
 from polybasic.chain.formats.verify import check_chain
@@ -19,7 +20,6 @@ from polybasic.chain.kernels.cpu.library import load_kernels
 from polybasic.chain.kernels.torch import packed_weight
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.medusa import load_medusa
-from polybasic.chain.readable import readable_bytes
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.runtime import load as loading
 from polybasic.deploy.runtime import memory

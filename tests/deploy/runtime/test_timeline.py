@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.runtime.timeline import Event, Rates, Timeline, bytes_read

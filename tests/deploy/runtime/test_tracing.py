@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Flush, Plan, Tree
 from polybasic.deploy import Chain, load_chain
 from tests.deploy.noisy_chain import write_four_and_a_copy

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.decoder_config import DecoderConfig, LayerKind
 from polybasic.chain.formats.manifest import check_plan, read_manifest
 from polybasic.chain.formats.plan import Flush, Ngram, Plan, Tree, Window

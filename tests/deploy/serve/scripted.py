@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.request import Piece, Statistics
 from polybasic.deploy.serve.learning import Learner
 from polybasic.deploy.serve.metrics import Metrics

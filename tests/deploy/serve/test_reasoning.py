@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import Chain
 from polybasic.deploy.serve import service
 from polybasic.deploy.serve.api import reasoning

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.serve.api.errors import ApiError
 from polybasic.deploy.serve.learning import Progress
 from polybasic.deploy.serve.scheduler import Scheduler

@@ -8,9 +8,9 @@ from unittest.mock import ANY
 
 import pytest
 
+from polybasic.chain.base.processes.interruption import Interrupted
 from polybasic.chain.formats.manifest import Manifest, read_manifest
 from polybasic.chain.formats.plan import MeasuredPlan
-from polybasic.chain.processes.interruption import Interrupted
 from polybasic.deploy.bench.schema import read_report
 from polybasic.deploy.bench.systems.chain_systems import ChainSystem
 from polybasic.deploy.planner import run

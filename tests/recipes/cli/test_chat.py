@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import Chain, load_chain
 from polybasic.recipes.cli import main as cli
 from polybasic.recipes.cli.shared.conversation import Conversation, run_command

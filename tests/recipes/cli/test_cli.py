@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.interruption import Interrupted
+from polybasic.chain.base.processes.place import Place
 from polybasic.chain.kernels.product_times import multiplies_fast
-from polybasic.chain.processes.interruption import Interrupted
-from polybasic.chain.processes.place import Place
 from polybasic.deploy import load_chain
 from polybasic.deploy.planner.settings import BenchSettings, PlanSettings
 from polybasic.recipes.cli import main as cli

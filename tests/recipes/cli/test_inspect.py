@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.files import read_json, write_json
 from polybasic.deploy import load_chain
 from polybasic.deploy.planner.settings import BenchSettings

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.logs import JsonLines, LogSettings, log_settings, logging_as
-from polybasic.chain.progress import ProgressReport
-from polybasic.chain.terminal import say
+from polybasic.chain.base.logs import JsonLines, LogSettings, log_settings, logging_as
+from polybasic.chain.base.progress import ProgressReport
+from polybasic.chain.base.terminal import say
 from tests.recipes.command_line import call, refusal
 
 _SHOW = ("recipes", "show", "base")
@@ -119,8 +119,8 @@ def test_a_loaded_chain_is_logged(tiny_chain: Path) -> None:
 
 
 def test_silent_processes_say_nothing_in_json_either(capsys) -> None:
-    from polybasic.chain.processes.coordinator import show, silent_unless_first
-    from polybasic.chain.processes.place import Place
+    from polybasic.chain.base.processes.coordinator import show, silent_unless_first
+    from polybasic.chain.base.processes.place import Place
 
     with logging_as(LogSettings(as_json=True)), silent_unless_first(Place(1, 2, 1, 2)):
         logging.getLogger("polybasic").warning("twice")

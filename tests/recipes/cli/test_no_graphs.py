@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.deploy.bench import running as benchmark
 from polybasic.deploy.planner import run as planning

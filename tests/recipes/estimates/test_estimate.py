@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.chain.console import Console
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.console import Console
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, stored_tensors
 from polybasic.chain.kernels.product_times import multiplies_fast
 from polybasic.quantize.blocks import round_to_blocks

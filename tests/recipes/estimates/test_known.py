@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.recipes.estimates import known
 from polybasic.recipes.estimates.known import known_lines, machine_line
 from polybasic.recipes.pipeline.stages import stages_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import has_blocks
 from polybasic.chain.formats.gguf.importing import imported
 from polybasic.chain.formats.lineage import weights_digest

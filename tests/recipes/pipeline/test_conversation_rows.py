@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.recipes.pipeline import conversation_rows
 from polybasic.recipes.pipeline.conversation_rows import encoded_rows
 from polybasic.recipes.pipeline.running import Workspace

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.recipes.pipeline.dtypes import settle_dtype
 from polybasic.recipes.pipeline.running import PipelineStage, Workspace, run_stages, started_inputs
 from polybasic.recipes.schema.recipe import Recipe

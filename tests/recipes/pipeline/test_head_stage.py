@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.interruption import Interrupted
 from polybasic.chain.formats.files import write_json
-from polybasic.chain.processes.interruption import Interrupted
 from polybasic.recipes.pipeline.running import PipelineStage, Workspace, run_stages
 from polybasic.recipes.pipeline.stages import stages_of
 from polybasic.recipes.schema.recipe import Recipe
@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         out.mkdir(exist_ok=True)
         return {"imported_from": str(source)}
 
-    monkeypatch.setattr("polybasic.chain.processes.launching.in_processes", train)
+    monkeypatch.setattr("polybasic.chain.base.processes.launching.in_processes", train)
     monkeypatch.setattr("polybasic.chain.heads.importing.import_head", take)
     return found
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_outlives_other_settings(
             (out / "checkpoints" / "step-00000010").mkdir(parents=True)
         raise Interrupted(signal.SIGTERM, "saved", is_saved=True)
 
-    monkeypatch.setattr("polybasic.chain.processes.launching.in_processes", interrupted)
+    monkeypatch.setattr("polybasic.chain.base.processes.launching.in_processes", interrupted)
     first, slower, shared = (
         workspace_of(tmp_path, train={"batch_size": 4, **train})
         for train in ({}, {"learning_rate": 1e-5}, {"num_processes": 2})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.recipes.pipeline.disk import full_disk_is_an_oserror
 from polybasic.recipes.pipeline.running import PipelineStage, Workspace, closure, locked, run_stages
 from polybasic.recipes.schema.recipe import Recipe

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime import slots
 from polybasic.deploy.runtime.answering import LoneTarget
 from polybasic.deploy.runtime.batching import ActiveSequence

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Flush
 from polybasic.recipes.estimates.dry_run import estimate

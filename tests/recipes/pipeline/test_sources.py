@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import Provenance
 from polybasic.chain.formats.places import without_places
 from polybasic.deploy.planner.prompts import read_questions

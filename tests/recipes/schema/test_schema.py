@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.recipes.pipeline.run import as_yaml
 from polybasic.recipes.schema.loading import known_keys
 from polybasic.recipes.schema.recipe import Recipe

@@ -10,7 +10,7 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.checkpoint import load_tensors, resolve_head
 from polybasic.chain.heads.importing import import_head
 from polybasic.recipes.cli.run import on_devices

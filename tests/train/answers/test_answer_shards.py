@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.processes.place import Place
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.place import Place
 from polybasic.train.answers.answer_shards import MANIFEST_NAME
 from polybasic.train.answers.answerer import AskedPrompt, FailedAnswer, WrittenTurn
 from polybasic.train.answers.regeneration import regenerate

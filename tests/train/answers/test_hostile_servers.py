@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.answers.answerer import AskedPrompt, FailedAnswer, WrittenTurn
 from polybasic.train.answers.endpoint import open_endpoint
 from polybasic.train.settings import RegenerateSettings

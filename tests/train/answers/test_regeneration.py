@@ -14,7 +14,7 @@ import anyio
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.answers.answer_journal import AnswerJournal
 from polybasic.train.answers.answerer import AskedPrompt, WrittenTurn
 from polybasic.train.answers.endpoint import open_endpoint

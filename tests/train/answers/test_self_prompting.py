@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.answers.answerer import WrittenTurn
 from polybasic.train.answers.self_prompting import (
     QUESTIONS_NAME,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.data.batches import WINDOW_BATCHES, Batch, BatchStream, Drawn, collate_rows
 from polybasic.train.data.chat import EncodedConversation, RefusedConversation, encode_conversation
 from polybasic.train.data.packing import PackedWindows

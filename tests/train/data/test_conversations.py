@@ -10,7 +10,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.data.conversation_sources import HubData, parse_source
 from polybasic.train.data.conversations import (
     data_digest,

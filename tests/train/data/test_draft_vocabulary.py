@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.data import draft_vocabulary
 from polybasic.train.data.chat import encode_conversation
 from polybasic.train.data.draft_vocabulary import (

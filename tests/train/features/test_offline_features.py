@@ -13,8 +13,8 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch import distributed
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.processes.group import process_group, process_index
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.group import process_group, process_index
 from polybasic.train.data.batches import BatchStream
 from polybasic.train.data.packing import positions_in_documents
 from polybasic.train.features import offline_features

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.processes.group import process_group, process_index
+from polybasic.chain.base.processes.group import process_group, process_index
 from polybasic.train.features.sharded_target import load_sharded_target
 from polybasic.train.features.target import load_target
 from tests import forked

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.awq import dequantize, round_to_nearest
 from polybasic.chain.formats.checkpoints.quantization import quantization_config
 from polybasic.train.features.target import load_intermediate, load_target

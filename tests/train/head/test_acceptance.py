@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.deploy import load_chain

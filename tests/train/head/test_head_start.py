@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.checkpoints.draft_vocabulary import draft_tables
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.head.eagle2 import Eagle2Head

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.head import online
 from polybasic.train.head.files import write_head

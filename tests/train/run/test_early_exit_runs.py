@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.interruption import Interrupted
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
-from polybasic.chain.processes.interruption import Interrupted
 from polybasic.deploy import load_chain
 from polybasic.train.run.loop import HeadRun
 from polybasic.train.run.training import train_head

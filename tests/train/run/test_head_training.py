@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaForCausalLM
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.interruption import Interrupted, record_signals, signals_raise
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.processes.interruption import Interrupted, record_signals, signals_raise
 from polybasic.train.data.conversations import load_conversations, split_conversations
 from polybasic.train.engine import learning_rate_factor
 from polybasic.train.head.acceptance import Acceptance

@@ -6,10 +6,10 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.interruption import Interrupted
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
-from polybasic.chain.processes.interruption import Interrupted
 from polybasic.train.run.training import train_head
 from tests.train.run.small_runs import DATA, SETTINGS
 from tests.train.run.test_head_training import signal_in_step

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polybasic.chain.processes.group import process_index
-from polybasic.chain.processes.interruption import Interrupted
-from polybasic.chain.processes.launching import in_processes
+from polybasic.chain.base.processes.group import process_index
+from polybasic.chain.base.processes.interruption import Interrupted
+from polybasic.chain.base.processes.launching import in_processes
 from polybasic.train.data.batches import row_noise
 from polybasic.train.run.loop import HeadRun
 from polybasic.train.run.training import train_head

@@ -6,9 +6,9 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.processes.group import process_group
-from polybasic.chain.processes.place import Place
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.group import process_group
+from polybasic.chain.base.processes.place import Place
 from polybasic.train.run import training
 from polybasic.train.run.training import train_head
 from polybasic.train.settings import DraftSettings, HeadSettings

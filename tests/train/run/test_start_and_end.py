@@ -2,7 +2,7 @@
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.train.run.training import train_head
 from tests.train.run.small_runs import DATA, SETTINGS, metrics
 

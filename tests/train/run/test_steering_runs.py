@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.interruption import Interrupted
 from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.lineage import weights_digest
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.model.loading import load_decoder
-from polybasic.chain.processes.interruption import Interrupted
 from polybasic.deploy import load_chain
 from polybasic.train.data.batches import Share
 from polybasic.train.features.head_shape import HeadShape

@@ -20,7 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
-from polybasic.chain.caching import cache_folder, read_cached, write_cached
+from polybasic.chain.base.caching import cache_folder, read_cached, write_cached
+from polybasic.chain.base.processor import num_cores
 from polybasic.chain.formats.files import sha256_of_file, sha256_of_object
 from polybasic.chain.kernels.cuda.products.launch import Product, Tiling, can_begin_early
 from polybasic.chain.kernels.cuda.products.options import (
@@ -33,7 +34,6 @@ from polybasic.chain.kernels.cuda.products.options import (
 )
 from polybasic.chain.kernels.cuda.products.samples import relative_error, samples_of
 from polybasic.chain.kernels.cuda.products.timing import interleaved_seconds
-from polybasic.chain.processor import num_cores
 
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 """Seconds of one call of each function."""

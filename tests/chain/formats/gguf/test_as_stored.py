@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import weight_notes
 from polybasic.chain.formats.checkpoints.block_types import BLOCK_TYPES, GROUP, NESTED, typed_name
 from polybasic.chain.formats.checkpoints.checkpoint import (

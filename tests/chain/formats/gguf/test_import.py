@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.bare import bare_chain
 from polybasic.chain.formats.chains import resolve_chain
 from polybasic.chain.formats.checkpoints.awq import QuantizedWeight, dequantize

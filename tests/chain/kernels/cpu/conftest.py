@@ -39,7 +39,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     def become(flags: str, architecture: str = "x86_64") -> None:
         line = "flags\t\t" if architecture == "x86_64" else "Features\t"
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}: {flags}\n")
-        monkeypatch.setattr("polybasic.chain.processor._CPU_INFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr("polybasic.chain.base.processor._CPU_INFO", tmp_path / "cpuinfo")
         monkeypatch.setattr(instruction_sets.platform, "machine", lambda: architecture)
 
     return become

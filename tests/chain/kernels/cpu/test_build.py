@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.caching import cache_folder
+from polybasic.chain.base.caching import cache_folder
+from polybasic.chain.base.processor import processor_flags
 from polybasic.chain.kernels.cpu import build, native
 from polybasic.chain.kernels.cpu.compilers import Compiler, find_compiler
 from polybasic.chain.kernels.cpu.instruction_sets import InstructionSet
-from polybasic.chain.processor import processor_flags
 from tests.chain.kernels.cpu.conftest import AVX2_FLAGS
 from tests.chain.kernels.cpu.fake_compilers import (
     COPIES,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cpu.compilers import Compiler, find_compiler
 from polybasic.chain.kernels.cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet
 from tests.chain.kernels.cpu.fake_compilers import fake_compiler

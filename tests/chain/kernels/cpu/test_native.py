@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cpu import build, native, openmp
 from polybasic.chain.kernels.cpu.unavailable import NativeUnavailable
 from polybasic.chain.kernels.environment import kernels_wanted

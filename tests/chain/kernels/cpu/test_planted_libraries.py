@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.caching import private_folder
+from polybasic.chain.base.caching import private_folder
 from polybasic.chain.kernels.cpu import build, compilers, native
 from polybasic.chain.kernels.cpu.compilers import find_compiler
 from polybasic.chain.kernels.cpu.instruction_sets import InstructionSet

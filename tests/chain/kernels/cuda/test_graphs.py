@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cuda.graphs import Graphs, Step
 from tests.deploy.recorded_graphs import RecordedGraphs
 from tests.deploy.runtime.graphs.test_recorded_graphs import Attention, assert_same

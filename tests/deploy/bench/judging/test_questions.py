@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.bench.judging import questions as module
 from polybasic.deploy.bench.judging.questions import CODE, NUMBERS, made_questions, read_checked
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.bench.judging import sandbox
 from polybasic.deploy.bench.judging.sandbox import check_sandbox, passes
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Flush, Judge, Plan, Tree
 from polybasic.deploy.bench.judging.questions import CheckedQuestion
 from polybasic.deploy.bench.judging.tuning import JudgeTuner, JudgeTuning

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from polybasic.chain.base.tables import Table
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
-from polybasic.chain.tables import Table
 from polybasic.deploy.bench.report.chain_rows import exactness_table, law_table, rounding_table
 from polybasic.deploy.bench.report.lines import (
     exactness_line,

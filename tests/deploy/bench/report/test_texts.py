@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from polybasic.chain.tables import Table, print_table
+from polybasic.chain.base.tables import Table, print_table
 from polybasic.deploy.bench.report.markdown import table_as_markdown, write_markdown
 from polybasic.deploy.bench.report.parts import shown_rate
 from polybasic.deploy.bench.report.terminal import print_report

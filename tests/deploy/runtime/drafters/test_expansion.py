@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Tree
 from polybasic.chain.kernels.drafts import ABSENT, Candidates, DraftTree, walk
 from polybasic.chain.kernels.torch.expansion import Level, expand, expansion

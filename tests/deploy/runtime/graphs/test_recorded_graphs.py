@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from tests.deploy.recorded_graphs import RecordedGraphs
 

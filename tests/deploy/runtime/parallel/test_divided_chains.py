@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.base.errors import LostProcessError, UserError
 from polybasic.chain.formats.checkpoints.shard import Shard
 from polybasic.chain.formats.plan import Window
 from polybasic.chain.formats.verify import CheckedChain, check_chain

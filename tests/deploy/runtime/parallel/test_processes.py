@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.errors import LostProcessError, UserError
+from polybasic.chain.base.errors import LostProcessError, UserError
 from polybasic.deploy import load_chain
 from polybasic.deploy.runtime.parallel import group, processes
 from polybasic.deploy.runtime.parallel.group import Order

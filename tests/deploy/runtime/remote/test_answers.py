@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.manifest import read_manifest, write_manifest
 from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, MeasuredPlan, Ngram, Plan, Tree

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy import Chain
 from polybasic.deploy.runtime.remote import session
 from tests.deploy.runtime.remote.far import Far, serving

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.deploy import Chain
 from polybasic.deploy.runtime.remote import messages

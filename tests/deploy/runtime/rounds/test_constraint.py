@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Flush, Ngram, Rule, Tree
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.deploy.runtime.drafters.interface import NoDrafter

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.deploy.runtime.rounds.warping import (
     Prefixes,
     Sampling,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.plan import Plan
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.runtime import batching, slots

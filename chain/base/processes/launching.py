@@ -16,17 +16,17 @@ import torch
 from torch import distributed
 from torch.multiprocessing import ProcessExitedException, start_processes
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.logs import LogSettings, log_settings, logging_as
-from polybasic.chain.processes.coordinator import silent_unless_first
-from polybasic.chain.processes.interruption import (
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.logs import LogSettings, log_settings, logging_as
+from polybasic.chain.base.processes.coordinator import silent_unless_first
+from polybasic.chain.base.processes.interruption import (
     HANDLED_SIGNALS,
     Interrupted,
     end_at_once,
     record_signals,
 )
-from polybasic.chain.processes.place import Place, place_in
-from polybasic.chain.processor import num_cores
+from polybasic.chain.base.processes.place import Place, place_in
+from polybasic.chain.base.processor import num_cores
 
 _START_METHOD = "forkserver"
 _LOCALHOST = "127.0.0.1"

@@ -15,8 +15,8 @@ from pydantic import (
     field_validator,
 )
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.readable import readable_value
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.readable import readable_value
 
 
 class Settings(BaseModel):

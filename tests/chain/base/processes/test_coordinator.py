@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import distributed
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.processes import group
-from polybasic.chain.processes.coordinator import Coordinator
-from polybasic.chain.processes.launching import in_processes
-from polybasic.chain.processes.place import Place
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes import group
+from polybasic.chain.base.processes.coordinator import Coordinator
+from polybasic.chain.base.processes.launching import in_processes
+from polybasic.chain.base.processes.place import Place
 from polybasic.recipes.cli import main as cli
 from tests import forked
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple, TextIO, get_args
 
-from polybasic.chain.terminal import as_it_is, escaped
+from polybasic.chain.base.terminal import as_it_is, escaped
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)

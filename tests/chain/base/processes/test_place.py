@@ -2,8 +2,8 @@
 
 import pytest
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.processes.place import Place, master_in, place_in
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.place import Place, master_in, place_in
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 STEP = {

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from polybasic.chain.progress import LINE_SECONDS, ProgressReport, waiting
+from polybasic.chain.base.progress import LINE_SECONDS, ProgressReport, waiting
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """Numbers as people read them."""
 
-from polybasic.chain.readable import readable_bytes, readable_count
+from polybasic.chain.base.readable import readable_bytes, readable_count
 
 
 def test_readable_sizes() -> None:

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from polybasic.chain.console import Console
+from polybasic.chain.base.console import Console
 
 LINE_SECONDS = 30.0
 """Lines do not come less often, unless a single step takes longer."""

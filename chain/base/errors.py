@@ -1,6 +1,6 @@
 """The exceptions that a user is meant to read."""
 
-from polybasic.chain.terminal import escaped
+from polybasic.chain.base.terminal import escaped
 
 
 class UserError(Exception):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polybasic.chain.errors import UserError
+from polybasic.chain.base.errors import UserError
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below those that systems hand out
 

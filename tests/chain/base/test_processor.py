@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from polybasic.chain import processor
+from polybasic.chain.base import processor
+from polybasic.chain.base.processor import flags_line, num_cores, processor_flags, processor_name
 from polybasic.chain.kernels.cpu.instruction_sets import best_set
-from polybasic.chain.processor import flags_line, num_cores, processor_flags, processor_name
 from polybasic.deploy.runtime.hardware import describe_hardware, hardware_name
 
 M1 = """\

@@ -1,7 +1,7 @@
 """What processes of one command tell each other: results of the first one, and how all end.
 
-They talk through the store of their group, which `polybasic.chain.processes.group` opens. Nothing
-here imports torch: a process that is alone tells nobody.
+They talk through the store of their group, which `polybasic.chain.base.processes.group` opens.
+Nothing here imports torch: a process that is alone tells nobody.
 """
 
 import io
@@ -15,8 +15,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from math import inf
 from typing import Any, NoReturn, TextIO, TypeVar
 
-from polybasic.chain.processes.place import Place
-from polybasic.chain.terminal import say
+from polybasic.chain.base.processes.place import Place
+from polybasic.chain.base.terminal import say
 
 _Content = TypeVar("_Content")
 
@@ -222,7 +222,8 @@ def wait_for_first() -> None:
 
 def wait_for_all() -> None:
     """Return when all processes have come here, however long that takes; called by all, as
-    `broadcast_from_first`. For short waits see `polybasic.chain.processes.group.wait_for_all`."""
+    `broadcast_from_first`. For short waits see
+    `polybasic.chain.base.processes.group.wait_for_all`."""
     if _coordinator is not None:
         _coordinator.wait_for_all()
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from polybasic.chain.processes.coordinator import silent_unless_first
-from polybasic.chain.processes.place import Place, place_in
+from polybasic.chain.base.processes.coordinator import silent_unless_first
+from polybasic.chain.base.processes.place import Place, place_in
 
 
 @contextmanager
@@ -14,13 +14,13 @@ def joined() -> Iterator[Place]:
     Of several the first one alone writes to stdout and stderr, as far as Python writes.
 
     Raises:
-        UserError: as `polybasic.chain.processes.group.process_group`.
+        UserError: as `polybasic.chain.base.processes.group.process_group`.
     """
     place = place_in()
     if place.world_size == 1:
         yield place
         return
-    from polybasic.chain.processes.group import process_group
+    from polybasic.chain.base.processes.group import process_group
 
     with process_group(), silent_unless_first(place):
         yield place

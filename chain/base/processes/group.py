@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.rendezvous import rendezvous
 
-from polybasic.chain.errors import UserError
-from polybasic.chain.processes.coordinator import Coordinator, has_coordinator, set_coordinator
-from polybasic.chain.processes.place import Place, is_on_one_host, master_in, place_in
+from polybasic.chain.base.errors import UserError
+from polybasic.chain.base.processes.coordinator import Coordinator, has_coordinator, set_coordinator
+from polybasic.chain.base.processes.place import Place, is_on_one_host, master_in, place_in
 
 # the first process loads and evaluates for minutes while the others wait
 _TIMEOUT = datetime.timedelta(hours=6)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from rich import console
 from rich.segment import Segment
 
-from polybasic.chain.logs import JsonLines
-from polybasic.chain.terminal import as_it_is, escaped
+from polybasic.chain.base.logs import JsonLines
+from polybasic.chain.base.terminal import as_it_is, escaped
 
 
 class Console(console.Console):

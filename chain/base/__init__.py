@@ -1,0 +1,1 @@
+"""What knows no chain: errors, settings, caches, processes, and output for people."""
