@@ -11,7 +11,7 @@ from polybasic.chain.base.errors import UserError
 Record = TypeVar("Record")
 
 
-class Table(Mapping[str, Record]):
+class Registry(Mapping[str, Record]):
     """Records by name: those of this project, and those that installed packages add.
 
     An entry point has the name of its record. What it names is imported when that record is asked

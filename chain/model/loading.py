@@ -23,7 +23,7 @@ from polybasic.chain.formats.checkpoints.names import (
     layer_norms,
     required_biases,
 )
-from polybasic.chain.formats.checkpoints.shard import ALL, WHOLE, Shard, Taken
+from polybasic.chain.formats.checkpoints.shard import ALL, WHOLE, Partition, Shard
 from polybasic.chain.formats.head_kinds.eagle3 import feature_norm_names
 from polybasic.chain.formats.head_kinds.peagle import MASK_FEATURE
 from polybasic.chain.formats.head_kinds.table import HEAD_KINDS
@@ -110,7 +110,7 @@ def load_decoder(
     elif is_tied and not isinstance(embedding, Tensor) and shard.count == 1:
         lm_head = embedding.linear
     else:
-        part = [Taken((outputs,))]
+        part = [Partition((outputs,))]
         lm_head = tensors.linear(backend, projection, lay_out=lay_out, taken=part)
     layers = []
     for index in range(config.num_layers):
@@ -288,7 +288,7 @@ def load_layer(
     prefix: str,
     kind_of_layer: int = 0,
     kind: Kind = "decoder",
-    taken: Mapping[str, Taken] = MappingProxyType({}),
+    taken: Mapping[str, Partition] = MappingProxyType({}),
 ) -> LayerWeights:
     """One layer of a decoder or of a draft head.
 

@@ -17,7 +17,7 @@ from polybasic.chain.formats.checkpoints.awq import (
 from polybasic.chain.formats.checkpoints.block_types import BlockType, typed_name
 from polybasic.chain.formats.checkpoints.blocks import BlockWeight
 from polybasic.chain.formats.checkpoints.checkpoint import read_tensors, tensor_files
-from polybasic.chain.formats.checkpoints.shard import ALL, Taken
+from polybasic.chain.formats.checkpoints.shard import ALL, Partition
 from polybasic.chain.kernels.backend import Backend, LayOut
 from polybasic.chain.kernels.weights import Embedding, Linear
 
@@ -90,7 +90,7 @@ class StoredTensors:
         backend: Backend,
         *names: str,
         lay_out: LayOut | None = None,
-        taken: Sequence[Taken] | None = None,
+        taken: Sequence[Partition] | None = None,
     ) -> Linear:
         """One matrix of several linears of the same input, their outputs concatenated.
 
@@ -128,7 +128,7 @@ class StoredTensors:
         ends = (0, 0) if inputs is None else (inputs.start, inputs.stop)
         return all(size and not any(end % size for end in ends) for size in sizes)
 
-    def _in_blocks(self, names: Sequence[str], taken: Sequence[Taken]) -> list[BlockWeight]:
+    def _in_blocks(self, names: Sequence[str], taken: Sequence[Partition]) -> list[BlockWeight]:
         """Weights in the order of their names; those of one type in a row become one."""
         stored = zip(names, self._read(names), taken, strict=True)
         return [
@@ -138,12 +138,12 @@ class StoredTensors:
             for kind, group in groupby(stored, lambda entry: self._blocks[entry[0]])
         ]
 
-    def _weights(self, names: Sequence[str], taken: Sequence[Taken]) -> list[Tensor]:
+    def _weights(self, names: Sequence[str], taken: Sequence[Partition]) -> list[Tensor]:
         weights = _outputs(self._stored([f"{name}.weight" for name in names]), taken)
         inputs = taken[0].inputs
         return weights if inputs is None else [weight[:, inputs] for weight in weights]
 
-    def _quantized(self, name: str, taken: Taken = ALL) -> QuantizedWeight:
+    def _quantized(self, name: str, taken: Partition = ALL) -> QuantizedWeight:
         stored = self._read([f"{name}.{part}" for part in PARTS])
         group_size = group_size_of(stored[0], stored[2], name)
         # inputs of a row, and outputs of a column
@@ -203,7 +203,7 @@ class GivenTensors(StoredTensors):
         backend: Backend,
         *names: str,
         lay_out: LayOut | None = None,
-        taken: Sequence[Taken] | None = None,
+        taken: Sequence[Partition] | None = None,
     ) -> Linear:
         return super().linear(backend, *names, taken=taken)
 
@@ -211,7 +211,7 @@ class GivenTensors(StoredTensors):
         return [self._tensors[name] for name in names]
 
 
-def _outputs(stored: Sequence[Tensor], taken: Sequence[Taken]) -> list[Tensor]:
+def _outputs(stored: Sequence[Tensor], taken: Sequence[Partition]) -> list[Tensor]:
     """The parts of weights [O, I] or biases [O] that are taken of the outputs of each."""
     return [
         tensor if part is None else tensor[part]
@@ -220,7 +220,7 @@ def _outputs(stored: Sequence[Tensor], taken: Sequence[Taken]) -> list[Tensor]:
     ]
 
 
-def _rows_of_blocks(rows_OB: Tensor, blocks: BlockType, taken: Taken) -> Tensor:
+def _rows_of_blocks(rows_OB: Tensor, blocks: BlockType, taken: Partition) -> Tensor:
     """What is taken of the rows of a tensor in blocks."""
     if taken.inputs is not None:
         ends = _ends(taken.inputs, blocks.size)
@@ -239,7 +239,7 @@ def _ends(part: slice, unit: int) -> tuple[int, int]:
     return part.start, part.stop
 
 
-def _block(stored: Tensor, taken: Taken, row_inputs: int, column_outputs: int) -> Tensor:
+def _block(stored: Tensor, taken: Partition, row_inputs: int, column_outputs: int) -> Tensor:
     """What is taken of a tensor of a 4-bit weight: so many inputs a row and outputs a column."""
 
     def over(part: slice, size: int) -> slice:

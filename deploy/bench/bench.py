@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from polybasic.deploy.bench.energy import EnergyMeter
-from polybasic.deploy.bench.journal import Taken, Turn
+from polybasic.deploy.bench.journal import JournalEntry, Turn
 from polybasic.deploy.bench.noise import Quiet
 from polybasic.deploy.bench.prompts import BenchPrompt
 from polybasic.deploy.bench.schema import PromptReport
@@ -59,7 +59,7 @@ class Bench:
         """How often the prompts were answered; a repeat that was interrupted is a part of one."""
         return len(self.turns) / len(self.prompts)
 
-    def of(self, system: System) -> list[list[Taken]]:
+    def of(self, system: System) -> list[list[JournalEntry]]:
         """A system's answers, [repeat][prompt], as far as they were given."""
         return [
             [
@@ -71,7 +71,7 @@ class Bench:
             if (repeat, 0) in self.turns
         ]
 
-    def at(self, system: System, places: Sequence[int]) -> list[list[Taken]]:
+    def at(self, system: System, places: Sequence[int]) -> list[list[JournalEntry]]:
         """The same by prompt: [place][repeat]."""
         answers = self.of(system)
         return [[repeat[place] for repeat in answers if place < len(repeat)] for place in places]

@@ -13,14 +13,14 @@ from polybasic.deploy.runtime.rounds.proposals import Proposals
 
 
 @dataclass(frozen=True)
-class Taken:
+class JournalEntry:
     """One answer, and the energy of the machine meanwhile where it tells, in joules."""
 
     answer: TimedAnswer
     joules: float | None = None
 
 
-Turn = Mapping[str, Taken]
+Turn = Mapping[str, JournalEntry]
 """The answers of all systems to one prompt, by the system's name."""
 
 
@@ -76,7 +76,7 @@ def _read(line: str) -> tuple[tuple[int, int], Turn]:
     return (row["repeat"], row["prompt"]), turn
 
 
-def _taken(content: dict[str, Any]) -> Taken:
+def _taken(content: dict[str, Any]) -> JournalEntry:
     answer = dict(content["answer"])
     statistics = answer.pop("statistics")
     if statistics is not None:
@@ -84,4 +84,4 @@ def _taken(content: dict[str, Any]) -> Taken:
             name: Proposals(**counts) for name, counts in statistics.pop("proposals").items()
         }
         statistics = Statistics(**statistics, proposals=proposals)
-    return Taken(TimedAnswer(**answer, statistics=statistics), content["joules"])
+    return JournalEntry(TimedAnswer(**answer, statistics=statistics), content["joules"])

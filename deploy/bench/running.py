@@ -18,7 +18,7 @@ from polybasic.chain.formats.plan import Plan
 from polybasic.chain.kernels.product_times import name_of
 from polybasic.deploy.bench.bench import Bench
 from polybasic.deploy.bench.energy import EnergyMeter
-from polybasic.deploy.bench.journal import Journal, Taken
+from polybasic.deploy.bench.journal import Journal, JournalEntry
 from polybasic.deploy.bench.noise import Quiet
 from polybasic.deploy.bench.prompts import BenchPrompt, asked_prompts
 from polybasic.deploy.bench.report.markdown import write_markdown
@@ -234,7 +234,7 @@ def _run_in_turns(bench: Bench, journal: Journal, say: Callable[[str], None]) ->
                 after = meter.read()
                 joules = None if before is None or after is None else after - before
                 answer = answer.until_stop(bench.chain.stop_tokens, settings.max_new_tokens)
-                turn[system.name] = Taken(answer, joules)
+                turn[system.name] = JournalEntry(answer, joules)
             journal.add(repeat, place, turn)
             progress.step()
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from polybasic.deploy.bench.bench import Bench
 from polybasic.deploy.bench.intervals import lengths, quantiles, ratio
-from polybasic.deploy.bench.journal import Taken
+from polybasic.deploy.bench.journal import JournalEntry
 from polybasic.deploy.bench.schema import Answers, Lengths, Totals
 from polybasic.deploy.bench.systems.system import System
 from polybasic.deploy.runtime.request import Statistics
@@ -14,7 +14,7 @@ def answers_of(bench: Bench, system: System) -> Answers:
     """The figures of each answer."""
     repeats = bench.of(system)
 
-    def each(number: Callable[[Taken], float]) -> list[list[float]]:
+    def each(number: Callable[[JournalEntry], float]) -> list[list[float]]:
         return [[number(taken) for taken in repeat] for repeat in repeats]
 
     everything = [taken for repeat in repeats for taken in repeat]
@@ -107,7 +107,7 @@ def lengths_of(
     return lengths(gained, bench.described, places)
 
 
-def statistics_of(taken: Taken) -> Statistics:
+def statistics_of(taken: JournalEntry) -> Statistics:
     """Of an answer of this runtime."""
     statistics = taken.answer.statistics
     assert statistics is not None, "an answer of another runtime"

@@ -30,7 +30,7 @@ MAX_WAYS = 20_000
 """Ways to divide the devices among the servers by number, each of which is an assignment."""
 
 
-class Server(Settings):
+class FleetServer(Settings):
     """A machine that runs the target."""
 
     speed: Factor = Field(1.0, description="of its passes, times that of the measuring machine")
@@ -53,7 +53,7 @@ class Device(Settings):
 class Fleet(Settings):
     """The devices and servers of an association, as a file names them."""
 
-    servers: dict[str, Server] = Field(min_length=1, description="by name")
+    servers: dict[str, FleetServer] = Field(min_length=1, description="by name")
     devices: dict[str, Device] = Field(min_length=1, description="by name")
 
     @model_validator(mode="after")

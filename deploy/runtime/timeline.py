@@ -81,7 +81,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Share:
+class Subtotal:
     """All events of one kind and member.
 
     Attributes:
@@ -116,7 +116,7 @@ class Timeline:
     rounds: list[list[Event]]
     rates: Rates
 
-    def shares(self, events: Iterable[Event] | None = None) -> list[Share]:
+    def shares(self, events: Iterable[Event] | None = None) -> list[Subtotal]:
         """By kind and member, the longest first; of the whole answer by default."""
         chosen = [event for each in self.rounds for event in each] if events is None else events
         groups: dict[tuple[What, str], list[Event]] = {}
@@ -139,10 +139,10 @@ class Timeline:
                 bound = self.rates.bound(event)
                 yield {"round": number, **asdict(event), "bound_seconds": bound}
 
-    def _share(self, what: What, member: str, events: list[Event]) -> Share:
+    def _share(self, what: What, member: str, events: list[Event]) -> Subtotal:
         bounds = [self.rates.bound(event) for event in events]
         known = [bound for bound in bounds if bound is not None]
-        return Share(
+        return Subtotal(
             what,
             member,
             len(events),

@@ -18,9 +18,9 @@ from polybasic.deploy.serve.api.choices import Prompt
 from polybasic.deploy.serve.api.errors import ApiError, bad_request
 from polybasic.deploy.serve.api.infill import Infilling, InfillRequest
 from polybasic.deploy.serve.api.protocol import (
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
-    Message,
     TokenizeRequest,
 )
 from polybasic.deploy.serve.api.reasoning import CLOSING, OPENING
@@ -136,7 +136,9 @@ class Service:
                 self._most_tokens(asked, len(prompt))
         return num_characters
 
-    def _characters_of(self, messages: list[Message], asked: ChatRequest | TokenizeRequest) -> int:
+    def _characters_of(
+        self, messages: list[ChatMessage], asked: ChatRequest | TokenizeRequest
+    ) -> int:
         num_characters = len(json.dumps(asked.template_options)) if asked.template_options else 0
         for message in messages:
             for value in message.for_template.values():
@@ -298,7 +300,7 @@ class Service:
         return asked.completion(prompt, fills.stops, max(self.context_tokens - len(prompt), 1))
 
     def _of_messages(
-        self, messages: list[Message], asked: ChatRequest | TokenizeRequest
+        self, messages: list[ChatMessage], asked: ChatRequest | TokenizeRequest
     ) -> list[int]:
         try:
             given: Any = [message.for_template for message in messages]

@@ -15,7 +15,7 @@ from polybasic.recipes.estimates.memory import (
     running_bytes,
     training_bytes,
 )
-from polybasic.recipes.estimates.sizes import Shape, count_of_head
+from polybasic.recipes.estimates.sizes import DecoderSizes, count_of_head
 from polybasic.recipes.pipeline.running import StageState
 from polybasic.recipes.schema.recipe import NUM_TASKS, Recipe
 from polybasic.train.settings import SHIPPED
@@ -114,18 +114,18 @@ def _costs(name: str, case: Case) -> _Costs:
     raise AssertionError(f"no estimate for stage {name}")
 
 
-def _ready(shape: Shape, is_merged: bool) -> _Costs:
+def _ready(shape: DecoderSizes, is_merged: bool) -> _Costs:
     """A model that is taken as it is, or with an adapter merged into it."""
     num_bytes = shape.num_bytes if is_merged else 0
     return shape.num_parameters, num_bytes, num_bytes, _reading_seconds(2 * num_bytes)
 
 
-def _imported(shape: Shape) -> _Costs:
+def _imported(shape: DecoderSizes) -> _Costs:
     num_bytes = shape.num_draft_bytes
     return shape.num_draft_parameters, 2 * num_bytes, num_bytes, 5 + _reading_seconds(num_bytes)
 
 
-def _draft(case: Case, shape: Shape) -> _Costs:
+def _draft(case: Case, shape: DecoderSizes) -> _Costs:
     recipe, train, shape = case.recipe, case.recipe.train, as_trained(case, shape)
     head = count_of_head(shape, train)
     step_tokens = train.batch_size * _row_tokens(recipe)
@@ -189,7 +189,7 @@ def _written(case: Case, num_tokens: float, disk: float, num_processes: int) -> 
     return target.num_parameters, target.num_bytes * SERVING, disk, seconds
 
 
-def _quantized(case: Case, shape: Shape) -> _Costs:
+def _quantized(case: Case, shape: DecoderSizes) -> _Costs:
     quantize, hardware = case.recipe.quantize, case.hardware
     if quantize is None:
         # rounded in seconds, and compared with the model in float32, side by side
@@ -246,7 +246,7 @@ def _report(case: Case) -> _Costs:
     return 0, memory * SERVING, 1e6, 20 + _loading_seconds(case) + turns * token_seconds
 
 
-def _token_seconds(target: Shape, hardware: Hardware, num_ranks: int = 1) -> float:
+def _token_seconds(target: DecoderSizes, hardware: Hardware, num_ranks: int = 1) -> float:
     read = target.num_bytes - target.divided_bytes() * (1 - 1 / num_ranks)
     # a sum over the ranks after attention, and one after the MLP
     summing = 2 * hardware.all_reduce_seconds if num_ranks > 1 else 0

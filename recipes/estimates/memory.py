@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from polybasic.chain.base.errors import UserError
 from polybasic.recipes.estimates.hardware_profiles import Hardware
-from polybasic.recipes.estimates.sizes import Shape, count_of_head
+from polybasic.recipes.estimates.sizes import DecoderSizes, count_of_head
 from polybasic.recipes.schema.recipe import Recipe
 
 ADAM_BYTES = 16
@@ -23,9 +23,9 @@ class Shapes:
         intermediates: further ones below these, which run as they are.
     """
 
-    target: Shape
-    small: Shape | None
-    intermediates: tuple[Shape, ...] = ()
+    target: DecoderSizes
+    small: DecoderSizes | None
+    intermediates: tuple[DecoderSizes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def is_on_host(name: str, recipe: Recipe) -> bool:
     return name in ("data", "target", "chain")
 
 
-def as_trained(case: Case, shape: Shape) -> Shape:
+def as_trained(case: Case, shape: DecoderSizes) -> DecoderSizes:
     """A stored model as passes of PyTorch over it have its weights."""
     # a dtype that is named is that of these passes, too, if the model is stored in it
     is_wide = case.hardware.trains_in_float32 and case.recipe.train.dtype in ("auto", "float32")
     return replace(shape, weight_bytes=4) if is_wide else shape
 
 
-def training_bytes(recipe: Recipe, shape: Shape) -> float:
+def training_bytes(recipe: Recipe, shape: DecoderSizes) -> float:
     """Of one process: the target (a share of it in ZeRO-3), the head's states, activations."""
     train, head = recipe.train, count_of_head(shape, recipe.train)
     tokens = train.batch_size * recipe.data.max_tokens / train.num_processes
@@ -118,7 +118,7 @@ def running_bytes(case: Case, num_ranks: int) -> float:
     return members - _divided_bytes(case) * (1 - 1 / num_ranks)
 
 
-def _divided(case: Case) -> list[tuple[Shape, bool]]:
+def _divided(case: Case) -> list[tuple[DecoderSizes, bool]]:
     """The verifying models, which tensor parallelism divides, and whether each is in 4 bits."""
     small, shape = case.recipe.small, case.shapes.small
     models = [(case.shapes.target, False)]

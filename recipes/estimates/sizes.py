@@ -40,7 +40,7 @@ _COVERING_TOKENS = 12_288
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderSizes:
     """Sizes of a decoder.
 
     Attributes:
@@ -153,7 +153,7 @@ class HeadCount:
     num_steps: int
 
 
-def _num_drafted(shape: Shape, train: HeadSettings) -> int:
+def _num_drafted(shape: DecoderSizes, train: HeadSettings) -> int:
     """Tokens that a head drafts among; how many cover a share of the answers is known later."""
     size = train.draft_vocab_size
     if size is None or size < 1:
@@ -161,7 +161,7 @@ def _num_drafted(shape: Shape, train: HeadSettings) -> int:
     return int(size)
 
 
-def count_of_head(shape: Shape, train: HeadSettings) -> HeadCount:
+def count_of_head(shape: DecoderSizes, train: HeadSettings) -> HeadCount:
     """Sizes of the head that is trained for a model of `shape`."""
     num_projected = _num_drafted(shape, train) * shape.hidden_size
     num, num_states, copied = shape.num_draft_parameters, 1, shape.num_embedding_parameters
@@ -187,7 +187,7 @@ def count_of_head(shape: Shape, train: HeadSettings) -> HeadCount:
     )
 
 
-def _num_by_place(shape: Shape, train: HeadSettings) -> int:
+def _num_by_place(shape: DecoderSizes, train: HeadSettings) -> int:
     """Of the blocks of Medusa's or Hydra's heads; Hydra's read the path twice side by side."""
     size, places = shape.hidden_size, range(train.num_positions)
     if train.kind == "medusa":
@@ -195,7 +195,7 @@ def _num_by_place(shape: Shape, train: HeadSettings) -> int:
     return sum(2 * size * ((place + 2) * size + 1) for place in places)
 
 
-def shape_of_target(recipe: Recipe) -> Shape:
+def shape_of_target(recipe: Recipe) -> DecoderSizes:
     """The target's sizes, from its config.json (fetched alone for a hub id).
 
     Raises:
@@ -205,7 +205,7 @@ def shape_of_target(recipe: Recipe) -> Shape:
     return _shape_of_config(folder, recipe.group_size)
 
 
-def shape_of_small(recipe: Recipe) -> Shape | None:
+def shape_of_small(recipe: Recipe) -> DecoderSizes | None:
     """The smaller model's sizes, as `shape_of_target`; None for a recipe without one."""
     if recipe.small is None:
         return None
@@ -214,7 +214,7 @@ def shape_of_small(recipe: Recipe) -> Shape | None:
     return replace(shape, in_blocks=recipe.quantize is None)
 
 
-def shapes_of_intermediates(recipe: Recipe) -> tuple[Shape, ...]:
+def shapes_of_intermediates(recipe: Recipe) -> tuple[DecoderSizes, ...]:
     """Of further models, as `shape_of_target`."""
     given = recipe.package.intermediates.items()
     folders = [config_folder(model, f"package.intermediates.{name}") for name, model in given]
@@ -242,11 +242,11 @@ def _is_cached(repository: str, names: Sequence[str], revision: str | None) -> b
     )
 
 
-def _shape_of_config(folder: Path, group_size: GroupSize) -> Shape:
+def _shape_of_config(folder: Path, group_size: GroupSize) -> DecoderSizes:
     config = read_config(folder)
     content, decoder = config.content, config.decoder
     dtype = content.get("dtype") or content.get("torch_dtype")
-    return Shape(
+    return DecoderSizes(
         vocab_size=decoder.vocab_size,
         hidden_size=decoder.hidden_size,
         intermediate_size=decoder.intermediate_size,

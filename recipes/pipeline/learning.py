@@ -21,7 +21,7 @@ from polybasic.deploy.runtime.chain import Chain
 from polybasic.deploy.runtime.learned import AnswerReader, load_drafter
 from polybasic.deploy.serve.learning import Progress
 from polybasic.train.features.lm_head import LmHead
-from polybasic.train.head.online import Judged, OnlineHead, Portion
+from polybasic.train.head.online import DraftAccuracy, OnlineHead, Portion
 
 _log = logging.getLogger(__name__)
 
@@ -177,5 +177,5 @@ def _learning_member(chain: Chain) -> Member:
     return member
 
 
-def _known(judged: Judged) -> float | None:
+def _known(judged: DraftAccuracy) -> float | None:
     return judged.tokens_a_round if judged.num_tokens else None

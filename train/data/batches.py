@@ -23,7 +23,7 @@ _KEPT_PER_ROW = 16  # encoded conversations
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalBatch:
     """The rows of a batch that one process trains on, padded as the whole batch is.
 
     Attributes:
@@ -65,7 +65,7 @@ class Batch:
     conversation_ids: Sequence[Sequence[str]] = ()
     lengths: Sequence[Sequence[int]] = ()
 
-    def share(self, index: int, count: int, device: torch.device | str = "cpu") -> Share:
+    def share(self, index: int, count: int, device: torch.device | str = "cpu") -> LocalBatch:
         """Each `count`-th row from `index` on.
 
         Where none is left for a process it gets the first one without an assistant's token, so
@@ -77,7 +77,7 @@ class Batch:
             rows, is_assistant = range(1), torch.zeros_like(is_assistant)
         picked = slice(rows.start, rows.stop, rows.step)
         documents = self.document_ids
-        return Share(
+        return LocalBatch(
             self.token_ids[picked].to(device),
             is_assistant[picked].to(device),
             rows,

@@ -24,7 +24,7 @@ from polybasic.chain.base.processes.group import (
 )
 from polybasic.chain.base.progress import tracked
 from polybasic.chain.formats.files import free_bytes
-from polybasic.train.data.batches import BatchStream, Share
+from polybasic.train.data.batches import BatchStream, LocalBatch
 from polybasic.train.features.feature_plan import (
     FeatureLayout,
     PlannedShard,
@@ -61,7 +61,7 @@ class OnlineFeatures:
     def __init__(self, verifier: Target, feature_layers: FeatureLayers | None = None) -> None:
         self._verifier, self._feature_layers = verifier, feature_layers
 
-    def of(self, step: int, share: Share) -> Features:
+    def of(self, step: int, share: LocalBatch) -> Features:
         """Features of a share, whatever the step."""
         return self._verifier.features(share.token_ids, share.document_ids, self._feature_layers)
 
@@ -86,7 +86,7 @@ class OfflineFeatures:
             for key, start in zip(shard.keys, starts, strict=False):
                 self._places[key] = (index, start)
 
-    def of(self, step: int, share: Share) -> Features:
+    def of(self, step: int, share: LocalBatch) -> Features:
         """Features of a share, whatever the step; zeros in the padding.
 
         Raises:

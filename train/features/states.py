@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,5 @@ class Features:
 class FeatureSource(Protocol):
     """Where a run takes the features of its batches from."""
 
-    def of(self, step: int, share: Share) -> Features:
+    def of(self, step: int, share: LocalBatch) -> Features:
         """Features of a process's share of the batch of a step, on the share's device."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.target import Target
 from polybasic.train.head.eagle2 import Eagle2Head
@@ -61,7 +61,7 @@ def has_qkv_biases(verifier: Target) -> bool:
 
 
 @torch.no_grad()
-def copy_last_layer(head: Eagle2Head, verifier: Target, shares: Iterable[Share]) -> None:
+def copy_last_layer(head: Eagle2Head, verifier: Target, shares: Iterable[LocalBatch]) -> None:
     """Set a head's weights to those of the verifier's last layer, and to the map to its input.
 
     Args:
@@ -116,7 +116,7 @@ def _size(states: Tensor) -> Tensor:
     return states.square().mean(dim=-1, keepdim=True).sqrt()
 
 
-def _rows(verifier: Target, head: Eagle2Head, share: Share) -> tuple[Tensor, ...]:
+def _rows(verifier: Target, head: Eagle2Head, share: LocalBatch) -> tuple[Tensor, ...]:
     """Of the rows whose prediction counts, float32: what fc reads [N, 2H]; of the token after, the
     last layer's input, its stream between attention and MLP, [N, H], and the size of its output
     [N, 1]."""

@@ -14,7 +14,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.model.early_exit import early_exit
 from polybasic.chain.model.stored import StoredTensors
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
@@ -101,7 +101,7 @@ class _Adapter(nn.Module):
 def early_exit_loss(
     head: EarlyExit,
     settings: HeadSettings,
-    share: Share,
+    share: LocalBatch,
     features: Features,
     lm_head: LmHead,
     noise: Tensor,

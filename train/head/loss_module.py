@@ -6,7 +6,7 @@ Shapes: B = batch, T = tokens, S = unrolled steps, H = hidden size.
 import torch
 from torch import Tensor, nn
 
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import DraftHead, UnrolledHead
@@ -41,7 +41,7 @@ class LossModule(nn.Module):
 
     def forward(
         self,
-        share: Share,
+        share: LocalBatch,
         features: Features,
         lm_head: LmHead,
         noise: Tensor,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
@@ -113,7 +113,7 @@ class _Blocks(nn.Module):
 def medusa_loss(
     head: MedusaHead,
     settings: HeadSettings,
-    share: Share,
+    share: LocalBatch,
     features: Features,
     lm_head: LmHead,
     noise: Tensor,

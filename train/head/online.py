@@ -23,7 +23,7 @@ from polybasic.chain.formats.checkpoints.config import read_config
 from polybasic.chain.formats.lineage import TRAINED_FOR_KEY
 from polybasic.chain.formats.origin import recorded
 from polybasic.chain.kernels.product_times import DTYPES
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.dtypes import settled
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
@@ -111,7 +111,7 @@ class Portion:
             self.rows = SIZES[place + 1]
 
 
-class Judged:
+class DraftAccuracy:
     """How often drafts of some weights were right, over texts that they had not learned from.
 
     The latest texts count most.
@@ -298,10 +298,10 @@ class OnlineHead:
         """Tokens of all texts."""
         return sum(len(text.token_ids) for text in self._texts)
 
-    def _new_judged(self) -> Judged:
-        return Judged(self._settings.unroll_steps)
+    def _new_judged(self) -> DraftAccuracy:
+        return DraftAccuracy(self._settings.unroll_steps)
 
-    def _piece(self, text: _Text, first: int, num_rows: int) -> tuple[Share, Features, Tensor]:
+    def _piece(self, text: _Text, first: int, num_rows: int) -> tuple[LocalBatch, Features, Tensor]:
         """Tokens that rows from `first` on read and predict, with those before them, and the counts
         [S] of its steps. They are padded to as many in all pieces of so many rows."""
         end, size = first + 2 + num_rows, _CONTEXT + num_rows + 2
@@ -314,7 +314,7 @@ class OnlineHead:
         width = self._head.shape.hidden_size
         layers = states[..., width:] if states.shape[-1] > width else None
         counts = step_weights(is_counted[:, 2:], self._settings.unroll_steps).sum(dim=(1, 2))
-        share = Share(token_ids, is_counted, range(1))
+        share = LocalBatch(token_ids, is_counted, range(1))
         return share, Features(states[..., :width], layers), counts
 
     def _judge(self, text: _Text) -> int:
@@ -345,7 +345,7 @@ class OnlineHead:
         return max(size for size in SIZES if size <= min(num_rows, self._portion.rows))
 
     def _loss(
-        self, head: DraftHead, share: Share, features: Features, counts: Tensor
+        self, head: DraftHead, share: LocalBatch, features: Features, counts: Tensor
     ) -> UnrolledLoss:
         module = LossModule(head, self._settings, self._scales)
         noise = torch.zeros(module.noise_shape(features))

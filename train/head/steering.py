@@ -22,7 +22,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rotary import RotaryTable
 from polybasic.chain.model.steering import steered
 from polybasic.chain.model.stored import StoredTensors
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.data.packing import positions_in_documents
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
@@ -128,7 +128,7 @@ def block_starts(phases: Tensor, length: int, num_tokens: int, first: Tensor) ->
 def steering_loss(
     head: Steering,
     settings: HeadSettings,
-    share: Share,
+    share: LocalBatch,
     features: Features,
     lm_head: LmHead,
     noise: Tensor,

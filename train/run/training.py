@@ -25,7 +25,7 @@ from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.product_times import DTYPES
 from polybasic.chain.model.loading import load_decoder
 from polybasic.chain.model.reference import load_reference_model
-from polybasic.train.data.batches import BatchStream, Share
+from polybasic.train.data.batches import BatchStream, LocalBatch
 from polybasic.train.data.chat import check_chat_template
 from polybasic.train.data.conversations import (
     data_digest,
@@ -266,7 +266,7 @@ def _prepare(given: _Given, sources: dict[str, str]) -> _Prepared:
     return _Prepared(parts, shape, counts, given.start is None and not is_copied)
 
 
-def _shares(batches: BatchStream, hidden_size: int) -> Iterator[Share]:
+def _shares(batches: BatchStream, hidden_size: int) -> Iterator[LocalBatch]:
     """Of the first steps, with as many rows that count as a map of 2H columns is found from, or
     with all conversations."""
     num_left, seen = ROWS_PER_UNKNOWN * 2 * hidden_size, set[str]()

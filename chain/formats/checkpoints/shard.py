@@ -19,7 +19,7 @@ _MOST = 64
 
 
 @dataclass(frozen=True)
-class Taken:
+class Partition:
     """Which part of a linear a process holds.
 
     Attributes:
@@ -33,7 +33,7 @@ class Taken:
     has_bias: bool = True
 
 
-ALL = Taken()
+ALL = Partition()
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Shard:
             intermediate_size=inner.stop - inner.start,
         )
 
-    def linears(self, config: DecoderConfig, group_size: int | None) -> dict[str, Taken]:
+    def linears(self, config: DecoderConfig, group_size: int | None) -> dict[str, Partition]:
         """What is held of a layer's linears, by name as `layer_linears` has them.
 
         Args:
@@ -100,15 +100,15 @@ class Shard:
         A, K, I = config.num_heads * H, config.num_kv_heads * H, config.intermediate_size  # noqa: E741
         adds_bias = self.rank == 0
         return {
-            "self_attn.q_proj": Taken((queries,)),
-            "self_attn.k_proj": Taken((keys,)),
-            "self_attn.v_proj": Taken((keys,)),
-            "self_attn.qkv_proj": Taken((queries, _moved(keys, A), _moved(keys, A + K))),
-            "self_attn.o_proj": Taken(None, queries, adds_bias),
-            "mlp.gate_proj": Taken((inner,)),
-            "mlp.up_proj": Taken((inner,)),
-            "mlp.gate_up_proj": Taken((inner, _moved(inner, I))),
-            "mlp.down_proj": Taken(None, inner, adds_bias),
+            "self_attn.q_proj": Partition((queries,)),
+            "self_attn.k_proj": Partition((keys,)),
+            "self_attn.v_proj": Partition((keys,)),
+            "self_attn.qkv_proj": Partition((queries, _moved(keys, A), _moved(keys, A + K))),
+            "self_attn.o_proj": Partition(None, queries, adds_bias),
+            "mlp.gate_proj": Partition((inner,)),
+            "mlp.up_proj": Partition((inner,)),
+            "mlp.gate_up_proj": Partition((inner, _moved(inner, I))),
+            "mlp.down_proj": Partition(None, inner, adds_bias),
         }
 
 

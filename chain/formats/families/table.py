@@ -1,6 +1,6 @@
 """The families of decoders that there are, one a line."""
 
-from polybasic.chain.formats.extensions import Table
+from polybasic.chain.formats.extensions import Registry
 from polybasic.chain.formats.families.gemma import GEMMA2, GEMMA3
 from polybasic.chain.formats.families.llama import LLAMA
 from polybasic.chain.formats.families.mistral import MISTRAL
@@ -8,7 +8,7 @@ from polybasic.chain.formats.families.phi import PHI3
 from polybasic.chain.formats.families.qwen import QWEN2, QWEN3
 from polybasic.chain.formats.families.t5 import T5
 
-FAMILIES = Table(
+FAMILIES = Registry(
     "polybasic.families",
     "model_type",
     LLAMA,

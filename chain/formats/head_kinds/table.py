@@ -3,7 +3,7 @@
 from typing import Any
 
 from polybasic.chain.base.errors import UserError
-from polybasic.chain.formats.extensions import Table
+from polybasic.chain.formats.extensions import Registry
 from polybasic.chain.formats.head_kinds.block import BLOCK
 from polybasic.chain.formats.head_kinds.dflash import DFLASH
 from polybasic.chain.formats.head_kinds.eagle2 import EAGLE2
@@ -15,7 +15,7 @@ from polybasic.chain.formats.head_kinds.peagle import PEAGLE
 from polybasic.chain.formats.head_kinds.steering import STEERING
 from polybasic.chain.formats.origin import ORIGIN_KEY, recorded
 
-HEAD_KINDS = Table(
+HEAD_KINDS = Registry(
     "polybasic.drafters",
     "name",
     EAGLE2,

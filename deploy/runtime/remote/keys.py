@@ -19,8 +19,8 @@ from polybasic.deploy.runtime.remote.messages import (
     Channel,
     Failure,
     Hello,
-    Message,
     Proof,
+    Received,
     Welcome,
     malformed,
 )
@@ -108,7 +108,7 @@ def receive(channel: Channel, key: bytes, chain: str, context_tokens: int, dtype
     channel.secure(_connection_key(key, nonces), _FAR, _NEAR)
 
 
-def expected(message: Message, kind: type[Kind]) -> Kind:
+def expected(message: Received, kind: type[Kind]) -> Kind:
     """The content of a message of this kind.
 
     Raises:

@@ -132,7 +132,7 @@ _KINDS: dict[str, type[Settings]] = {
 }
 
 
-class Message(NamedTuple):
+class Received(NamedTuple):
     """A message as it arrived."""
 
     content: Settings
@@ -168,7 +168,7 @@ def packed(content: Settings, arrays: Arrays) -> bytes:
     return safetensors.numpy.save(dict(arrays), metadata=metadata)
 
 
-def unpacked(message: bytes) -> Message:
+def unpacked(message: bytes) -> Received:
     """The message of these bytes.
 
     Raises:
@@ -181,7 +181,7 @@ def unpacked(message: bytes) -> Message:
         content = _KINDS[metadata["kind"]].model_validate_json(metadata["fields"])
     except (SafetensorError, KeyError, TypeError, ValidationError) as error:
         raise malformed(f"{len(message)} bytes, {type(error).__name__}") from error
-    return Message(content, arrays)
+    return Received(content, arrays)
 
 
 class Channel:
@@ -220,7 +220,7 @@ class Channel:
         except OSError as error:
             raise BrokenLinkError(_reason(error)) from error
 
-    def receive(self, seconds: float) -> Message:
+    def receive(self, seconds: float) -> Received:
         """The next message.
 
         Raises:

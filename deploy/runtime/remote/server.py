@@ -24,9 +24,9 @@ from polybasic.deploy.runtime.remote.messages import (
     Channel,
     End,
     Failure,
-    Message,
     Ping,
     Pong,
+    Received,
     Verify,
     Working,
     malformed,
@@ -164,7 +164,7 @@ class TargetServer:
             raise
 
     def _reply(
-        self, channel: Channel, sequence: HeldSequence, message: Message
+        self, channel: Channel, sequence: HeldSequence, message: Received
     ) -> TargetReply | None:
         """What the sequence answers, with signs of life until then."""
         content = message.content

@@ -17,7 +17,7 @@ from polybasic.deploy.runtime.remote.messages import (
     Channel,
     End,
     Failure,
-    Message,
+    Received,
     Verify,
     Working,
     malformed,
@@ -168,7 +168,7 @@ class Session:
         except BrokenLinkError:
             channel.close()
 
-    def _read(self, message: Message) -> Verdict | None:
+    def _read(self, message: Received) -> Verdict | None:
         """What a message says of the first block under way; None where it says nothing of it."""
         content = message.content
         if isinstance(content, Failure):

@@ -210,7 +210,7 @@ def _text_parts(content: Any) -> Any:
     return content
 
 
-class Message(Fields):
+class ChatMessage(Fields):
     """Of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -229,7 +229,7 @@ class Message(Fields):
     )
 
     @model_validator(mode="after")
-    def _says_something(self) -> "Message":
+    def _says_something(self) -> "ChatMessage":
         if self.tool_calls and self.role != "assistant":
             raise Refused("tool_calls", "tool_calls are the assistant's", "invalid_value")
         if "content" not in self.model_fields_set and not self.tool_calls:
@@ -299,7 +299,7 @@ class _Rendered(Fields):
 class ChatRequest(_Rendered, _Asked):
     """Of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_first_of)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True), BeforeValidator(_first_of)]
     max_tokens: int | None = Field(None, ge=1, le=MOST)
     max_completion_tokens: int | None = Field(
         None, ge=1, le=MOST, description="of an answer at most; default: what the context leaves"
@@ -418,9 +418,9 @@ class TokenizeRequest(_Rendered):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_first_of)] | None = (
-        None
-    )
+    messages: (
+        Annotated[list[ChatMessage], Field(fail_fast=True), BeforeValidator(_first_of)] | None
+    ) = None
     add_special_tokens: bool = Field(True, description="of a text: those that begin it")
     return_token_strs: bool = False
 

@@ -31,7 +31,7 @@ CHANCE = 0.5
 
 
 @dataclass(frozen=True)
-class Judged:
+class AutoJudgeResult:
     """What was done.
 
     Attributes:
@@ -86,7 +86,7 @@ def judged(
     target: str | None,
     quality: float,
     out: Path,
-) -> Judged:
+) -> AutoJudgeResult:
     """Train a judge for a chain, and choose its threshold.
 
     Half of the questions are to judge tokens of, a quarter to choose a threshold by, and a quarter
@@ -140,10 +140,10 @@ def judged(
         tuner = JudgeTuner(chain, base, str(file.resolve()), settings.max_new_tokens)
         others = asked[1::4], asked[3::4]
         tuning = tuner.tune(thresholds, quality, others, budget, CHOOSING_SHARE, say)
-    return Judged(file, mined, judging, tuning, tuple(budget.left_out))
+    return AutoJudgeResult(file, mined, judging, tuning, tuple(budget.left_out))
 
 
-def print_judged(found: Judged, quality: float, console: "Console") -> None:
+def print_judged(found: AutoJudgeResult, quality: float, console: "Console") -> None:
     """Print what a judge gains and loses, and the thresholds that were tried."""
     from polybasic.chain.base.readable import counted
     from polybasic.chain.base.tables import Table

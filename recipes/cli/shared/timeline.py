@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from polybasic.deploy.runtime.timeline import Event, Share, Timeline
+    from polybasic.deploy.runtime.timeline import Event, Subtotal, Timeline
 
 _NAMES = {"draw": "draws", "between": "between: Python, cuts of blocks, caches, text"}
 
@@ -38,7 +38,7 @@ def _round(timeline: "Timeline", events: "list[Event]") -> "Table":
     return table
 
 
-def _sums(shares: "list[Share]", seconds: float, num_tokens: int) -> "Table":
+def _sums(shares: "list[Subtotal]", seconds: float, num_tokens: int) -> "Table":
     table = _table("what", "times", "rows", "ms each", "bound", "over it", "share", "ms a token")
     for share in shares:
         bound = None if share.bound_seconds is None else share.bound_seconds / share.num
@@ -62,7 +62,7 @@ def _table(first: str, *headers: str) -> "Table":
     return table
 
 
-def _name(entry: "Event | Share") -> str:
+def _name(entry: "Event | Subtotal") -> str:
     return _NAMES.get(entry.what) or f"{entry.what} of {entry.member}"
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from polybasic.deploy.bench.journal import Journal, Taken
+from polybasic.deploy.bench.journal import Journal, JournalEntry
 from polybasic.deploy.bench.systems.system import TimedAnswer
 from polybasic.deploy.runtime.request import Statistics
 from polybasic.deploy.runtime.rounds.proposals import Proposals
@@ -28,7 +28,10 @@ OWN = TimedAnswer(
         proposals={"draft": Proposals(2, 7, [1])},
     ),
 )
-TURN = {"target": Taken(OWN, 1.5), "hf_generate": Taken(TimedAnswer([5], 1.0, 1, 1.0))}
+TURN = {
+    "target": JournalEntry(OWN, 1.5),
+    "hf_generate": JournalEntry(TimedAnswer([5], 1.0, 1, 1.0)),
+}
 
 
 @pytest.fixture

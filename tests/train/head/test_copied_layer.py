@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers import Qwen3ForCausalLM as Qwen3
 
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.target import Target
 from polybasic.train.head.copied_layer import copy_last_layer, has_copied_layer, has_qkv_biases
@@ -52,10 +52,10 @@ def verifier_of(model: Any) -> Target:
     return Target(model.eval(), None, LmHead(weight), model.get_input_embeddings().weight)
 
 
-def share(seed: int = 1) -> Share:
+def share(seed: int = 1) -> LocalBatch:
     token_ids = torch.randint(96, (16, 32), generator=torch.Generator().manual_seed(seed))
     is_assistant = torch.arange(32).expand(16, 32) >= 8
-    return Share(token_ids, is_assistant, range(16))
+    return LocalBatch(token_ids, is_assistant, range(16))
 
 
 def copied(verifier: Target) -> Eagle2Head:
@@ -102,7 +102,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return (away / expected[:, rows].square().sum()).item()
 
 
-def rows_of(verifier: Target, given: Share) -> tuple[Tensor, Tensor]:
+def rows_of(verifier: Target, given: LocalBatch) -> tuple[Tensor, Tensor]:
     """What fc reads, and what it should give."""
     inner: Any = verifier.model.model
     states, (entering, leaving) = verifier.states_with_inputs(
@@ -147,9 +147,9 @@ def test_the_map_is_one_for_other_rows_than_those_that_it_was_found_from() -> No
     head = Eagle2Head(shape, verifier.embedding)
     given = share()
     rows = [slice(row, row + 1) for row in range(16)]
-    parts = [Share(given.token_ids[row], given.is_assistant[row], range(1)) for row in rows]
+    parts = [LocalBatch(given.token_ids[row], given.is_assistant[row], range(1)) for row in rows]
 
-    def error_on_others(shares: list[Share]) -> float:
+    def error_on_others(shares: list[LocalBatch]) -> float:
         copy_last_layer(head, verifier, shares)
         read, wanted = rows_of(verifier, other := share(seed=3))
         assert other.token_ids.shape == given.token_ids.shape

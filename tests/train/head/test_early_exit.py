@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.early_exit import EarlyExit
@@ -31,7 +31,7 @@ def new_exit(rank: int = 16, drafted: Tensor | None = None) -> EarlyExit:
     return head
 
 
-def conversation() -> tuple[Share, Features, LmHead]:
+def conversation() -> tuple[LocalBatch, Features, LmHead]:
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(50, (2, 9), generator=generator)
     is_assistant = torch.ones(2, 9, dtype=torch.bool)
@@ -39,7 +39,7 @@ def conversation() -> tuple[Share, Features, LmHead]:
     is_assistant[1, 7:] = False
     states, layers = torch.randn(2, 2, 9, 32, generator=generator)
     return (
-        Share(token_ids, is_assistant, range(2)),
+        LocalBatch(token_ids, is_assistant, range(2)),
         Features(states, layers),
         LmHead(torch.randn(50, 32, generator=generator), softcap=4.0),
     )

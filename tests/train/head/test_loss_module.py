@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.eagle2 import Eagle2Head
@@ -73,7 +73,7 @@ def test_packed_conversations_have_the_loss_of_each_alone(kind, draft_token_ids)
     module, parts = module_of(kind, draft_token_ids), conversations()
     counts = [8.0, 6.0, 4.0]
     alone = [
-        loss_of(module, Share(ids, marks, range(1)), features, counts)
+        loss_of(module, LocalBatch(ids, marks, range(1)), features, counts)
         for ids, marks, features in parts
     ]
     token_ids, marks = (torch.cat([part[number] for part in parts], dim=1) for number in (0, 1))
@@ -83,7 +83,7 @@ def test_packed_conversations_have_the_loss_of_each_alone(kind, draft_token_ids)
         torch.cat([part[2].layers for part in parts], dim=1),
     )
     documents = torch.tensor([[0] * LENGTHS[0] + [1] * LENGTHS[1]])
-    packed = Share(token_ids, marks, range(1), documents)
+    packed = LocalBatch(token_ids, marks, range(1), documents)
     loss, gradients = loss_of(module, packed, features, counts)
     assert loss == pytest.approx(sum(each for each, _ in alone))
     for name, gradient in gradients.items():
@@ -97,7 +97,7 @@ def test_packed_conversations_have_the_loss_of_each_alone(kind, draft_token_ids)
 
 def test_each_kind_reads_and_is_noisy_where_its_features_come_from():
     (token_ids, marks, features), _ = conversations()
-    share = Share(token_ids, marks, range(1))
+    share = LocalBatch(token_ids, marks, range(1))
     for kind, width in (("eagle2", 32), ("eagle3", 96)):
         module = module_of(kind)
         assert module.noise_shape(features) == (1, LENGTHS[0] - 2, width)
@@ -117,7 +117,7 @@ def test_what_is_trained_of_each_kind():
     (token_ids, marks, features), _ = conversations()
     for kind in ("eagle2", "eagle3"):
         module = module_of(kind, DRAFTED, unroll_steps=2, token_loss="total_variation")
-        _, gradients = loss_of(module, Share(token_ids, marks, range(1)), features, [3.0, 3.0])
+        _, gradients = loss_of(module, LocalBatch(token_ids, marks, range(1)), features, [3.0, 3.0])
         assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
         assert ("head.lm_head.weight" in gradients) == (kind == "eagle3")
         assert "head.embed_tokens.weight" not in gradients

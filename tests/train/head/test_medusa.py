@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polybasic.chain.kernels.executor import DraftRequest
 from polybasic.chain.kernels.rows import consecutive_rows
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
 from polybasic.train.head.loss_module import LossModule
@@ -64,7 +64,7 @@ def logits_of(head: MedusaHead, place: int, state: Tensor, path: list[int]) -> T
     return weights[f"lm_heads.{place}.weight"] @ x
 
 
-def conversation(length: int = 11) -> tuple[Share, Features, LmHead]:
+def conversation(length: int = 11) -> tuple[LocalBatch, Features, LmHead]:
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(50, (2, length), generator=generator)
     is_assistant = torch.ones(2, length, dtype=torch.bool)
@@ -73,7 +73,7 @@ def conversation(length: int = 11) -> tuple[Share, Features, LmHead]:
     is_assistant[1, 9:] = False
     features = Features(torch.randn(2, length, 32, generator=generator))
     return (
-        Share(token_ids, is_assistant, range(2)),
+        LocalBatch(token_ids, is_assistant, range(2)),
         features,
         LmHead(torch.randn(50, 32, generator=generator), softcap=4.0),
     )

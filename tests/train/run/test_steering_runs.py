@@ -19,7 +19,7 @@ from polybasic.chain.formats.package import Part
 from polybasic.chain.formats.plan import Plan, Tree
 from polybasic.chain.model.loading import load_decoder
 from polybasic.deploy import load_chain
-from polybasic.train.data.batches import Share
+from polybasic.train.data.batches import LocalBatch
 from polybasic.train.features.head_shape import HeadShape
 from polybasic.train.features.lm_head import LmHead
 from polybasic.train.features.states import Features
@@ -112,7 +112,7 @@ def test_loss_holds_one_vector_for_a_block(small: Path) -> None:
     ).mean()
     module = LossModule(head, STEERING)
     features = Features(states)
-    given = Share(tokens, is_assistant, range(1)), features, lm_head
+    given = LocalBatch(tokens, is_assistant, range(1)), features, lm_head
     noise, counts = torch.zeros(module.noise_shape(features)), torch.tensor([6.0])
     found = module(*given, noise, counts, torch.tensor([[phase]]))
     torch.testing.assert_close(found.total, expected, rtol=1e-4, atol=1e-4)

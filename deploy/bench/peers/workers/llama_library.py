@@ -67,7 +67,7 @@ class SamplerParams(ctypes.Structure):
     _fields_ = [("no_perf", _BOOL)]
 
 
-class Batch(ctypes.Structure):
+class LlamaBatch(ctypes.Structure):
     _fields_ = [
         ("n_tokens", _INT),
         ("token", _INTS),
@@ -108,9 +108,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_vocab_n_tokens": (_INT, (_POINTER,)),
     "llama_tokenize": (_INT, (_POINTER, ctypes.c_char_p, _INT, _INTS, _INT, _BOOL, _BOOL)),
     "llama_token_to_piece": (_INT, (_POINTER, _INT, ctypes.c_char_p, _INT, _INT, _BOOL)),
-    "llama_batch_init": (Batch, (_INT, _INT, _INT)),
-    "llama_batch_free": (None, (Batch,)),
-    "llama_decode": (_INT, (_POINTER, Batch)),
+    "llama_batch_init": (LlamaBatch, (_INT, _INT, _INT)),
+    "llama_batch_free": (None, (LlamaBatch,)),
+    "llama_decode": (_INT, (_POINTER, LlamaBatch)),
     "llama_synchronize": (None, (_POINTER,)),
     "llama_get_logits_ith": (ctypes.POINTER(_FLOAT), (_POINTER, _INT)),
     "llama_get_memory": (_POINTER, (_POINTER,)),

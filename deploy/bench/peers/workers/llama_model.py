@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .llama_library import Batch, LlamaError, failure, library_path, load_library
+from .llama_library import LlamaBatch, LlamaError, failure, library_path, load_library
 
 RANDOM_SEED = 2**32 - 1
 """The seed by which llama.cpp takes any."""
@@ -36,7 +36,7 @@ class LlamaModel:
     ) -> None:
         self._api = api = load_library(library_path())
         self._model = self._context = None
-        self._batch: Batch | None = None
+        self._batch: LlamaBatch | None = None
         self._context_tokens, self.length, self._first = context_tokens, 0, 0
         self._model = api.llama_model_load_from_file(
             str(path).encode(), api.llama_model_default_params()
