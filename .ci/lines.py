@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 29_930,
-    "deploy": 33_685,
+    "chain": 29_990,
+    "deploy": 33_845,
     "quantize": 1_400,
     "recipes": 8_670,
     "train": 9_085,
     "benchmarks": 8_890,
-    "tests": 66_970,
+    "tests": 67_130,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -1,7 +1,7 @@
 """Plans: which members of a chain run, with which trees, flushes and windows. No torch in here."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
@@ -27,6 +27,8 @@ NUM_PROBABILITY_BINS = 8
 
 BETWEEN_REASONS = "; "
 """In the decision of an explanation."""
+READ_AT_ONCE = 64
+"""Tokens that most answers get: what pays within them is not put off."""
 
 
 class Tree(Settings):
@@ -217,6 +219,41 @@ class ContextPlan(_RepeatablePlan):
     seconds_per_token: Factor = Field(description="decode only")
 
 
+class EarlyPlan(_RepeatablePlan):
+    """What runs until it pays that the other members of a plan read the prompt.
+
+    How long an answer gets is not known, and a short one behind a long prompt saves less than that
+    costs. So they read it as soon as they would have saved as much as reading costs: together both
+    are then at most twice what the better choice would have been (ski rental; Karlin et al., 1988).
+    """
+
+    seconds_per_token: Factor = Field(description="decode only")
+    reading_seconds: Factor = Field(
+        description="of the members that do not run, for a token of a prompt"
+    )
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a round is about to run in.
+
+    Attributes:
+        active: sequences at a time.
+        num_tokens: of prompt and answer so far, at least one.
+        num_answered: of the answer.
+        num_left: that the answer may get still.
+        temperature: of the request.
+        num_unread: of some members, how many tokens the one has to read that has read the fewest.
+    """
+
+    active: int
+    num_tokens: int
+    num_answered: int
+    num_left: int
+    temperature: float
+    num_unread: Callable[[Collection[str]], int]
+
+
 class MeasuredPlan(PredictedPlan):
     """A plan that was chosen by measurement, and the machine that it holds for."""
 
@@ -236,6 +273,9 @@ class MeasuredPlan(PredictedPlan):
     by_context: tuple[ContextPlan, ...] = Field(
         default=(), description="plans by the tokens before the next one, increasing"
     )
+    early: EarlyPlan | None = Field(
+        None, description="how an answer begins behind a prompt that not all members read at once"
+    )
     explanation: dict[str, Any] = Field(default={}, description="what `polybasic plan` prints")
 
     @model_validator(mode="after")
@@ -246,6 +286,8 @@ class MeasuredPlan(PredictedPlan):
         contexts = [context.tokens for context in self.by_context]
         if contexts != sorted(set(contexts)):
             raise ValueError(f"by_context must have increasing numbers of tokens, not {contexts}")
+        if self.early is not None and self.early.seconds_per_token <= self.seconds_per_token:
+            raise ValueError("early must be slower than the plan that it gives way to")
         return self
 
     @property
@@ -266,10 +308,10 @@ class MeasuredPlan(PredictedPlan):
 
     @property
     def all_plans(self) -> tuple[Plan, ...]:
-        """The chosen one, those of other members, and those by load and by context."""
-        others = (other.plan for other in self.others)
-        at_times = (other.plan for other in (*self.by_load, *self.by_context))
-        return (self.plan, *others, *at_times)
+        """The chosen one, those of other members, those by load and by context, the early one."""
+        early = () if self.early is None else (self.early,)
+        others = (*self.others, *self.by_load, *self.by_context, *early)
+        return (self.plan, *(other.plan for other in others))
 
     def now(self, active: int, num_tokens: int) -> Plan:
         """The plan to run while so many sequences are active, behind so many tokens.
@@ -287,6 +329,23 @@ class MeasuredPlan(PredictedPlan):
         starts = reversed(self.context_starts)
         of_context = next(plan for first, plan in starts if first <= num_tokens)
         return of_context if active <= 1 else min(of_load, of_context, key=lambda p: p.tree.rows)
+
+    def in_situation(self, situation: Situation) -> Plan:
+        """The plan of load and context; the early one as long as the others are not to read yet."""
+        plan = self.now(situation.active, situation.num_tokens)
+        if self.early is None:
+            return plan
+        reading = [name for name in plan.members if name not in self.early.plan.members]
+        pays_after = situation.num_unread(reading) / self.tokens_read_per_answered
+        least = max(situation.num_answered, READ_AT_ONCE)
+        return plan if pays_after <= min(least, situation.num_left) else self.early.plan
+
+    @property
+    def tokens_read_per_answered(self) -> float:
+        """Tokens of a prompt whose reading costs what the plan saves in one token of an answer."""
+        assert self.early is not None, "no early plan"
+        saved = self.early.seconds_per_token - self.seconds_per_token
+        return saved / self.early.reading_seconds
 
     @property
     def context_starts(self) -> list[tuple[int, Plan]]:
@@ -326,11 +385,11 @@ class PlansByTemperature:
         """
         return min(self.plans, key=lambda plan: abs(plan.temperature - temperature), default=None)
 
-    def now(self, active: int, num_tokens: int, temperature: float) -> Plan:
-        """As `MeasuredPlan.now`; there must be a plan."""
-        measured = self.at(temperature)
+    def now(self, situation: Situation) -> Plan:
+        """As `MeasuredPlan.in_situation`; there must be a plan."""
+        measured = self.at(situation.temperature)
         assert measured is not None, "a plan"
-        return measured.now(active, num_tokens)
+        return measured.in_situation(situation)
 
 
 def decision_lines(explanation: Mapping[str, Any]) -> list[str]:

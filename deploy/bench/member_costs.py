@@ -56,21 +56,29 @@ def _tokens_gained(name: str, statistics: Sequence[Statistics]) -> int:
 def _proposed_to(
     name: str, system: ChainSystem, verifying: Sequence[str], statistics: Sequence[Statistics]
 ) -> int:
-    """Tokens that a verifying member was asked about, each a row of its passes."""
-    asked = [member for member in system.plan.members if member in verifying]
-    below = asked[asked.index(name) + 1 :][:1]
-    return sum(
-        proposals.num_tokens
-        for answer in statistics
-        for proposer, proposals in answer.proposals.items()
-        if (proposer in below if below else proposer not in verifying)
-    )
+    """Tokens that a verifying member was asked about, each a row of its passes.
+
+    By the members that ran in an answer: behind a long prompt that need not be all of the plan's.
+    """
+    num_tokens = 0
+    for answer in statistics:
+        ran = (member for member in system.plan.members if answer.forward_passes.get(member))
+        asked = [member for member in ran if member in verifying]
+        if name not in asked:
+            continue
+        below = asked[asked.index(name) + 1 :][:1]
+        num_tokens += sum(
+            proposals.num_tokens
+            for proposer, proposals in answer.proposals.items()
+            if (proposer in below if below else proposer not in verifying)
+        )
+    return num_tokens
 
 
 def insertions(
     bench: Bench, answers: Mapping[str, Answers], reports: Mapping[str, SystemReport]
 ) -> list[InsertionReport]:
-    """Every verifying member that one measured system has and another one lacks."""
+    """Every verifying member that ran in all answers of one system, and that another one lacks."""
     verifying = [member.name for member in bench.chain.manifest.verifying]
     by_members = {
         (system.plan.members, system.plan.ngram is not None): system
@@ -88,6 +96,8 @@ def insertions(
             above = members[place - 1]
             before, after = reports[without.name], reports[within.name]
             if not (before.members[above].passes and after.members[name].passes):
+                continue
+            if not _ran_always(bench, within, name):
                 continue
             speedup = ratio(
                 answers[within.name], answers[without.name], bench.described, decode=True
@@ -116,6 +126,12 @@ def insertions(
                 )
             )
     return inserted
+
+
+def _ran_always(bench: Bench, system: ChainSystem, name: str) -> bool:
+    """Whether a member made passes in every answer that left room for its proposals."""
+    statistics = (statistics_of(taken) for repeat in bench.of(system) for taken in repeat)
+    return all(answer.forward_passes.get(name) for answer in statistics if answer.num_later > 1)
 
 
 def _seconds_a_pass(cost: MemberCost) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from polybasic.chain.base.readable import counted
 from polybasic.chain.formats.card import shown_tree
-from polybasic.chain.formats.plan import BETWEEN_REASONS, Plan
+from polybasic.chain.formats.plan import BETWEEN_REASONS, READ_AT_ONCE, EarlyPlan, Plan
 from polybasic.deploy.planner.measuring.agreement import acceptance_between, candidates_by_depth
 from polybasic.deploy.planner.measuring.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.prediction import Predicted
@@ -32,6 +32,7 @@ def explain(
     budget: dict[str, Any] | None = None,
     loads: Sequence[dict[str, Any]] = (),
     contexts: Sequence[dict[str, Any]] = (),
+    early: EarlyPlan | None = None,
 ) -> dict[str, Any]:
     """All reasons for and against a choice, as plain JSON.
 
@@ -39,6 +40,7 @@ def explain(
         budget: what `Budget.report` returned, and how often close plans were `timed_again`; None
             if there was no limit.
         loads, contexts: what `polybasic.deploy.planner.alternatives.compared` returned of each.
+        early: how an answer begins behind a prompt that not all members read at once.
     """
     best, runner_up, alone = choice.best, choice.runner_up, choice.alone
     return {
@@ -89,7 +91,7 @@ def explain(
         "contexts": list(contexts),
         "runner_up": None if runner_up is None else str(runner_up.members),
         "plan": best.plan.model_dump(mode="json"),
-        "decision": decide(choice, measurements),
+        "decision": decide(choice, measurements, early),
     }
 
 
@@ -107,7 +109,7 @@ def shown_budget(budget: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def decide(choice: PlanChoice, measurements: Measurements) -> str:
+def decide(choice: PlanChoice, measurements: Measurements, early: EarlyPlan | None = None) -> str:
     """The choice, with a reason for each member of the chain, divided by `BETWEEN_REASONS`."""
     best, alone = choice.best, choice.alone
     members = f"{best.members} alone" if best is alone else str(best.members)
@@ -133,6 +135,8 @@ def decide(choice: PlanChoice, measurements: Measurements) -> str:
         parts.append(_verdict("n-grams", runs, with_ngram, without_ngram, ""))
     if (about_windows := window_verdict(choice, measurements)) is not None:
         parts.append(about_windows)
+    if early is not None:
+        parts.append(_early_verdict(early, best))
     return BETWEEN_REASONS.join(parts)
 
 
@@ -146,6 +150,17 @@ def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost
         f"leave {name} out: {cost}with it the best plan needs "
         f"{with_it.milliseconds} a token, without it "
         f"{without.milliseconds}"
+    )
+
+
+def _early_verdict(early: EarlyPlan, best: Candidate) -> str:
+    saved = early.seconds_per_token - best.seconds_per_token
+    late = " and ".join(name for name in best.names if name not in early.plan.members)
+    num_at_once = READ_AT_ONCE * saved / early.reading_seconds
+    return (
+        f"begin without {late} behind prompts of more than {num_at_once:,.0f} tokens: to read a "
+        f"token of them takes {1e3 * early.reading_seconds:.2g} ms, and {1e3 * saved:.2g} ms are "
+        "saved in one of the answer"
     )
 
 

@@ -23,6 +23,7 @@ from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.planner.measuring.message_costs import message_seconds
 from polybasic.deploy.planner.measuring.traces import measure
 from polybasic.deploy.planner.prompts import Question, choose_fitting, read_questions
+from polybasic.deploy.planner.reading import choose_early
 from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import PlanChoice, choose_plan
 from polybasic.deploy.planner.settings import PlanSettings
@@ -153,6 +154,9 @@ def plan_loaded(
     timer = LoadTimer(measured.calibration)
     budget.max_seconds = settings.max_seconds * (1 - for_loads)
     by_context = choose_by_context(measured, choice, contexts, timer, budget, say)
+    early = None
+    if link is None and _is_repeatable(settings):
+        early = choose_early(measured, choice, budget, say)
     budget.max_seconds = settings.max_seconds
     by_load = choose_by_load(measured, choice, loads, timer, budget, say)
     measurements, _ = measured.by_rule(choice.rule)
@@ -175,12 +179,14 @@ def plan_loaded(
         by_context=tuple(
             ContextPlan(tokens=context.number, **context.planned()) for context in by_context
         ),
+        early=early,
         explanation=explain(
             choice,
             measurements,
             spent,
             compared(by_load, "sequences", "plan_of_one"),
             compared(by_context, "tokens", "plan_of_short"),
+            early,
         ),
     )
     return Planning(planned, choice, measured.measurements)

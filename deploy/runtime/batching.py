@@ -49,8 +49,8 @@ class Host(Protocol):
     def noise(self, request: Request) -> Noise | None:
         """That its members draw with."""
 
-    def plan_now(self, request: Request, num_tokens: int) -> Plan:
-        """The plan of the present load behind so many tokens."""
+    def plan_now(self, request: Request, slot: Slot, num_answered: int) -> Plan:
+        """The plan of the present situation."""
 
     def reap(self) -> None:
         """Free the sequences of requests that are over."""
@@ -226,7 +226,7 @@ class ActiveSequence:
         self._statistics = self._cost(stopped_by)
 
     def _plan_now(self) -> Plan:
-        return self._engine.plan_now(self.request, self._num_tokens)
+        return self._engine.plan_now(self.request, self.slot, len(self._answered))
 
     @property
     def _num_tokens(self) -> int:

@@ -70,7 +70,7 @@ class Chain:
         self.tokenizer, self.engine = tokenizer, engine
         self.stop_tokens, self.default_sampling = stop_tokens, default_sampling
         self.memory = memory
-        if any(measured.by_load or measured.by_context for measured in measured_plans.plans):
+        if any(plan.by_load or plan.by_context or plan.early for plan in measured_plans.plans):
             engine.measured_plan = measured_plans.now
 
     def __enter__(self) -> Self:
@@ -167,19 +167,21 @@ class Chain:
         sampling: Sampling,
         plan: Plan | None = None,
         stop: str | Sequence[str] = (),
+        follows_plans: bool = False,
     ) -> Answer[list[int]]:
         """Continue token ids; the new ones as the target confirms them, then `statistics`.
 
         Args:
             sampling: as it is, without the checkpoint's defaults.
             plan: default: the chain's for this temperature.
+            follows_plans: whether those of load, context and length replace it between rounds.
         """
         arguments(Asked, {"stop": stop, "plan": plan})
         # Text costs time, and is made only to be searched.
         text = AnswerText(self.tokenizer.backend_tokenizer, stop) if stop else None
         plan = plan or self.plan_at(sampling.temperature)
         request = self._request(token_ids, max_new_tokens, sampling, plan, text, self.stop_tokens)
-        return self.engine.run(request)
+        return self.engine.run(self._following(request) if follows_plans else request)
 
     def sampling(self, **settings: Any) -> Sampling:
         """The checkpoint's default sampling with other settings, but for those that are None.
@@ -357,18 +359,13 @@ class Chain:
             constraint = self.vocabulary.constraint(
                 grammar, len(token_ids), overwrites=logprobs is None
             )
-        follows_plans = is_default and self.engine.measured_plan is not None
-        if not sampling.is_greedy and plan.rule != "coupled":
-            follows_plans = False
         request = replace(
-            request,
+            self._following(request) if is_default else request,
             constraint=constraint,
             history=history,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             reuses=True,
-            follows_plans=follows_plans,
-            kept_drafter=self._kept_drafter(plan) if follows_plans else None,
         )
         self.engine.check(request)
         return request
@@ -393,9 +390,16 @@ class Chain:
             )
         return plan
 
-    def _kept_drafter(self, plan: Plan) -> str | None:
-        """The drafter of a plan, which observes while a plan of another load has none."""
-        return plan.members[-1] if plan.members[-1] in self.engine.models.drafters else None
+    def _following(self, request: Request) -> Request:
+        """By plans of the situation, if there are such and a seed's text does not depend on them.
+
+        The drafter of its own plan observes while another one has none.
+        """
+        plan, is_greedy = request.plan, request.sampling.is_greedy
+        if self.engine.measured_plan is None or not (is_greedy or plan.rule == "coupled"):
+            return request
+        drafter = plan.members[-1] if plan.members[-1] in self.engine.models.drafters else None
+        return replace(request, follows_plans=True, kept_drafter=drafter)
 
     def _request(
         self,

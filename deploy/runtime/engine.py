@@ -11,7 +11,7 @@ import torch
 
 from polybasic.chain.base.errors import UserError
 from polybasic.chain.base.readable import readable_value
-from polybasic.chain.formats.plan import BigLittle, Judge, Plan
+from polybasic.chain.formats.plan import BigLittle, Judge, Plan, Situation
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.executor import Executor
 from polybasic.deploy.runtime.batching import ActiveSequence, choose, rows_of_prompts
@@ -79,8 +79,7 @@ class Engine:
         kept_tokens: beyond which nothing is kept of sequences that are over; default: all of these.
 
     Attributes:
-        measured_plan: the plan of requests that follow load and context, by the number of
-            sequences, the tokens so far and the temperature.
+        measured_plan: the plan of requests that follow the situation.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Engine:
         self.models = models
         self.graphs = Graphs(models.device, graphs)
         self.context_tokens = models.context_tokens
-        self.measured_plan: Callable[[int, int, float], Plan] | None = None
+        self.measured_plan: Callable[[Situation], Plan] | None = None
         if sequences is None:
             sequences = 1 if models.run_on_device else SEQUENCES_BY_DEFAULT
         captures = models.run_on_device and sequences == 1
@@ -242,15 +241,24 @@ class Engine:
         """Sequences that have not ended."""
         return sum(not sequence.is_over for sequence in self._running)
 
-    def plan_now(self, request: Request, num_tokens: int) -> Plan:
-        """The plan for a request that follows load and context.
+    def plan_now(self, request: Request, slot: Slot, num_answered: int) -> Plan:
+        """The plan for a request that follows the situation.
 
         Args:
-            num_tokens: of its prompt and answer so far.
+            slot: whose caches it has.
+            num_answered: tokens of its answer so far.
         """
-        assert self.measured_plan is not None, "no plans by load or context"
-        temperature, rule = request.sampling.temperature, request.plan.rule
-        plan = self.measured_plan(self.num_running, num_tokens, temperature)
+        assert self.measured_plan is not None, "no plans by load, context or length"
+        num_tokens = len(request.token_ids) + num_answered
+        situation = Situation(
+            active=self.num_running,
+            num_tokens=num_tokens,
+            num_answered=num_answered,
+            num_left=request.max_new_tokens - num_answered,
+            temperature=request.sampling.temperature,
+            num_unread=lambda members: slot.num_unread(num_tokens, members),
+        )
+        plan, rule = self.measured_plan(situation), request.plan.rule
         return plan if plan.rule == rule else plan.model_copy(update={"rule": rule})
 
     @torch.inference_mode()

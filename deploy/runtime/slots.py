@@ -1,6 +1,6 @@
 """Caches of sequences: what a sequence takes of the memory, and what it leaves to the next one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from polybasic.chain.base.errors import UserError
@@ -168,6 +168,19 @@ class Slot:
         """Leading ones of which the cache of the first model holds rows."""
         first = self._first_cache
         return 0 if first is None else min(num_common(self.tokens, tokens), first.length)
+
+    def num_unread(self, num_tokens: int, members: Collection[str]) -> int:
+        """Of so many tokens of its sequence, those that one of these members has to read still."""
+        made = self._caches_by_member
+        held = (made[member].length if member in made else 0 for member in members)
+        return num_tokens - min(held, default=num_tokens)
+
+    def reads_for_itself(self, member: str) -> bool:
+        """Whether a model below the target reads all tokens: one with a cache of its own."""
+        if member in self.caches:
+            return self.caches[member] is not self._first_cache
+        models = self.drafters.models
+        return member not in models.sharing_makers and not models.drafters[member].weights.is_head
 
     def num_shareable(self, tokens: list[int], members: Sequence[str]) -> int:
         """Leading ones whose rows take no memory again, of any of these members, where another slot

@@ -31,6 +31,7 @@ class ChainSystem(System):
     """
 
     runtime = "polybasic"
+    follows_plans = False
 
     def __init__(self, name: str, description: str, chain: Chain, plan: Plan) -> None:
         self.name, self.description, self.chain, self.plan = name, description, chain, plan
@@ -38,13 +39,21 @@ class ChainSystem(System):
 
     def answer(self, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> TimedAnswer:
         begin = time.perf_counter()
-        parts = self.chain.stream_ids(prompt, max_new_tokens, sampling, self.plan)
+        parts = self.chain.stream_ids(
+            prompt, max_new_tokens, sampling, self.plan, follows_plans=self.follows_plans
+        )
         token_ids = list(next(parts))
         num_first, first_seconds = len(token_ids), time.perf_counter() - begin
         for part in parts:
             token_ids += part
         seconds = time.perf_counter() - begin
         return TimedAnswer(token_ids, seconds, num_first, first_seconds, parts.statistics)
+
+
+class PlannedSystem(ChainSystem):
+    """The chain's plan, and those of context and length that were measured with it."""
+
+    follows_plans = True
 
 
 class LossySystem(ChainSystem):
@@ -89,7 +98,7 @@ def chain_system(name: str, chain: Chain, rule: RuleSetting = "auto") -> ChainSy
         return ChainSystem(name, "this runtime, the target alone", chain, alone)
     if name == "polybasic":
         shown, plan = shown_members(chain.plan, verifying), ruled(chain.plan, rule)
-        return ChainSystem(name, f"the chain's plan: {shown}", chain, plan)
+        return PlannedSystem(name, f"the chain's plan: {shown}", chain, plan)
     if name == "ngram":
         plan = chain.plan_of([target]).model_copy(update={"ngram": Ngram()})
         described = "the target with drafts copied from prompt and answer"

@@ -173,10 +173,9 @@ def _plan(conversation: Conversation, _: str) -> None:
     temperature = chain.sampling(temperature=asked).temperature
     if members is not None:
         plan = chain.plan_of(members, temperature)
-    elif chain.measured_plans.plans:
-        plan = chain.measured_plans.now(1, 1, temperature)
     else:
-        plan = chain.plan
+        of_temperature = chain.measured_plans.at(temperature)
+        plan = chain.plan if of_temperature is None else of_temperature.now(1, 1)
     verifying = [member.name for member in chain.manifest.verifying]
     predicted = chain.predicted_seconds_per_token(plan)
     measured = f"; predicted {1000 * predicted:.2f} ms a token" if predicted else ""

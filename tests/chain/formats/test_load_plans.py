@@ -12,7 +12,17 @@ from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import record_plan, shown_contexts, shown_loads
 from polybasic.chain.formats.describe import describe_chain, print_chain
 from polybasic.chain.formats.manifest import read_manifest
-from polybasic.chain.formats.plan import ContextPlan, LoadPlan, MeasuredPlan, Ngram, Plan, Tree
+from polybasic.chain.formats.plan import (
+    READ_AT_ONCE,
+    ContextPlan,
+    EarlyPlan,
+    LoadPlan,
+    MeasuredPlan,
+    Ngram,
+    Plan,
+    Situation,
+    Tree,
+)
 
 ALONE = Plan(members=("target",), tree=Tree(depth=1, top_k=1, rows=2))
 
@@ -47,6 +57,35 @@ def test_a_number_of_sequences_gets_the_plan_of_the_next_load() -> None:
     assert {active: plans.now(active, 1).tree.rows for active in expected} == expected
     assert all(plans.now(active, 9) == ALONE for active in range(5, 40)), "it did not pay at 8"
     assert measured().now(7, 1) == drafting(8)
+
+
+def test_members_read_a_prompt_as_soon_as_they_would_have_saved_as_much() -> None:
+    early = EarlyPlan(plan=ALONE, seconds_per_token=0.004, reading_seconds=0.0005)
+    plans = measured().model_copy(update={"early": early})
+
+    def members(unread: int, answered: int, left: int = 1000) -> list[str]:
+        read: list[list[str]] = []
+
+        def num_unread(members: Any) -> int:
+            read.append(members)
+            return unread
+
+        situation = Situation(1, 1 + answered, answered, left, 0.0, num_unread)
+        chosen = plans.in_situation(situation)
+        assert read == [["draft"]]
+        return list(chosen.members)
+
+    # a token of the answer saves 2 ms, in which four are read
+    assert plans.tokens_read_per_answered == 4
+    both, alone = ["target", "draft"], ["target"]
+    assert members(4 * READ_AT_ONCE, 0) == both
+    assert members(4 * READ_AT_ONCE + 1, 0) == alone
+    assert members(4 * 100, 99) == alone
+    assert members(4 * 100, 100) == both
+    assert members(40, 0, left=9) == alone
+    assert members(40, 0, left=10) == both
+    with pytest.raises(ValidationError, match="early must be slower than the plan"):
+        MeasuredPlan.model_validate(plans.model_dump() | {"seconds_per_token": 0.004})
 
 
 def behind(**plans: Plan) -> tuple[ContextPlan, ...]:

@@ -191,9 +191,7 @@ def test_an_answer_changes_its_plan_as_it_grows(
             for tokens, plan in ((10, drafting), (40, alone))
         ),
     )
-    monkeypatch.setattr(
-        chain.engine, "measured_plan", lambda active, num, _: measured.now(active, num)
-    )
+    monkeypatch.setattr(chain.engine, "measured_plan", measured.in_situation)
     expected = chain.generate([1, 2, 3], members=["target"], max_new_tokens=40, ignore_eos=True)
     short = chain.generate([1, 2, 3], max_new_tokens=10, ignore_eos=True)
     assert short.statistics.forward_passes["draft"] > 0

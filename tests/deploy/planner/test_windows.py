@@ -13,8 +13,7 @@ from rich.console import Console
 from polybasic.chain.base.errors import UserError
 from polybasic.chain.formats.card import render_card
 from polybasic.chain.formats.manifest import read_manifest
-from polybasic.chain.formats.package import Part
-from polybasic.chain.formats.plan import Flush, Plan, Rule, Tree, Window
+from polybasic.chain.formats.plan import Plan, Rule, Window
 from polybasic.deploy import Chain, load_chain
 from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.planner import windows as windowing
@@ -33,6 +32,7 @@ from polybasic.deploy.planner.tables import print_explanation
 from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 from polybasic.deploy.runtime.rounds.stages import HostStage, Stage
+from tests.deploy.planner.conftest import ALL, TREE
 from tests.deploy.traces import (
     after_first,
     count_passes,
@@ -48,23 +48,6 @@ GRID = PlanGrid(
 )
 WINDOW = Window(tokens=16)
 RULES: tuple[tuple[Rule, ...], ...] = (("coupled",),)
-TREE = Tree(depth=3, top_k=2, rows=7)
-ALL = Plan(members=("target", "intermediate", "copy"), tree=TREE, flush={"target": Flush(length=4)})
-
-
-@pytest.fixture
-def chain(tiny_chain_parts: Any, tmp_path: Path) -> Chain:
-    """Target, its 4-bit copy as intermediate, and the copy as independent drafter."""
-    parts = tiny_chain_parts
-    parts.package(
-        tmp_path / "chain",
-        parts=[
-            Part("intermediate", "intermediate", "awq", parts.intermediate),
-            Part("copy", "drafter", "awq", parts.intermediate),
-        ],
-        plan=ALL,
-    )
-    return load_chain(tmp_path / "chain", dtype="float32")
 
 
 PROMPTS = random_prompts(9, 1, 12)
