@@ -234,6 +234,19 @@ def shown_contexts(measured: MeasuredPlan, verifying: Collection[str]) -> dict[s
     return shown if len(shown) > 1 else {}
 
 
+def shown_early(measured: MeasuredPlan, verifying: Collection[str]) -> dict[str, str]:
+    """The early plan for people: {"begun behind 300 tokens or more": "target → n-grams"}; empty if
+    there is none.
+
+    Args:
+        verifying: as `shown_members`.
+    """
+    if measured.early is None:
+        return {}
+    plan = _members_and_tree(measured.early.plan, verifying)
+    return {f"begun behind {measured.first_put_off:,} tokens or more": plan}
+
+
 def _listed(plans: Mapping[str, str]) -> str:
     return "; ".join(f"{where}: {plan}" for where, plan in plans.items())
 
@@ -354,6 +367,7 @@ def _plans(manifest: Manifest) -> str:
             for what, shown in (
                 ("number of sequences", shown_loads(measured, verifying)),
                 ("context", shown_contexts(measured, verifying)),
+                ("length of the prompt", shown_early(measured, verifying)),
             )
             if shown
         ]

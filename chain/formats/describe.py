@@ -11,6 +11,7 @@ from polybasic.chain.formats.card import (
     grown_note,
     member_source,
     shown_contexts,
+    shown_early,
     shown_loads,
     shown_plan,
     weight_notes,
@@ -152,6 +153,7 @@ def _plans_table(measured: MeasuredPlan, verifying: Sequence[str]) -> Table:
         ["one", f"{shown_plan(measured.plan, verifying)}; {predicted}"],
         *([f"{number} at a time", plan] for number, plan in by_load.items()),
         *([since, plan] for since, plan in by_context.items()),
+        *([behind, plan] for behind, plan in shown_early(measured, verifying).items()),
     ]
     header = ["answers", "members and drafts"]
     return Table(f"Plan for {measured.place}", header, rows, wraps=True)

@@ -348,6 +348,11 @@ class MeasuredPlan(PredictedPlan):
         return saved / self.early.reading_seconds
 
     @property
+    def first_put_off(self) -> int:
+        """Tokens of a prompt from which on not all members read it at once."""
+        return int(READ_AT_ONCE * self.tokens_read_per_answered) + 1
+
+    @property
     def context_starts(self) -> list[tuple[int, Plan]]:
         """Tokens from which on a context is the nearest by ratio, and its plan, increasing."""
         starts = (

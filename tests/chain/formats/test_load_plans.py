@@ -59,7 +59,7 @@ def test_a_number_of_sequences_gets_the_plan_of_the_next_load() -> None:
     assert measured().now(7, 1) == drafting(8)
 
 
-def test_members_read_a_prompt_as_soon_as_they_would_have_saved_as_much() -> None:
+def test_members_read_a_prompt_as_soon_as_they_would_have_saved_as_much(tiny_chain: Path) -> None:
     early = EarlyPlan(plan=ALONE, seconds_per_token=0.004, reading_seconds=0.0005)
     plans = measured().model_copy(update={"early": early})
 
@@ -86,6 +86,12 @@ def test_members_read_a_prompt_as_soon_as_they_would_have_saved_as_much() -> Non
     assert members(40, 0, left=10) == both
     with pytest.raises(ValidationError, match="early must be slower than the plan"):
         MeasuredPlan.model_validate(plans.model_dump() | {"seconds_per_token": 0.004})
+
+    record_plan(tiny_chain, plans)
+    assert read_manifest(tiny_chain).plans == (plans,)
+    shown = f"begun behind {4 * READ_AT_ONCE + 1} tokens or more"
+    assert f"by length of the prompt: {shown}: target." in (tiny_chain / "README.md").read_text()
+    assert f"{shown} target" in shown_in(80, tiny_chain)
 
 
 def behind(**plans: Plan) -> tuple[ContextPlan, ...]:
