@@ -22,9 +22,9 @@ def answers_of(bench: Bench, system: System) -> Answers:
     decode = bench.chain.tokenizer.decode
     lengths: dict[str, list[list[list[int]]]] = {}
     for repeat in repeats if is_own else ():
-        for name in statistics_of(repeat[0]).accepted_lengths if repeat else ():
-            of_repeat = [statistics_of(taken).accepted_lengths[name] for taken in repeat]
-            lengths.setdefault(name, []).append(of_repeat)
+        by_answer = [statistics_of(taken).accepted_lengths for taken in repeat]
+        for name in dict.fromkeys(name for gained in by_answer for name in gained):
+            lengths.setdefault(name, []).append([gained.get(name, []) for gained in by_answer])
     return Answers(
         num_tokens=each(lambda taken: len(taken.answer.token_ids)),
         seconds=each(lambda taken: taken.answer.seconds),
