@@ -309,9 +309,15 @@ class MeasuredPlan(PredictedPlan):
     @property
     def all_plans(self) -> tuple[Plan, ...]:
         """The chosen one, those of other members, those by load and by context, the early one."""
-        early = () if self.early is None else (self.early,)
-        others = (*self.others, *self.by_load, *self.by_context, *early)
-        return (self.plan, *(other.plan for other in others))
+        others = (other.plan for other in self.others)
+        by_load = (load.plan for load in self.by_load)
+        return (self.plan, *others, *by_load, *self.plans_of_one)
+
+    @property
+    def plans_of_one(self) -> tuple[Plan, ...]:
+        """Those that one sequence may run by at times: by context, and the early one."""
+        by_context = tuple(context.plan for context in self.by_context)
+        return by_context if self.early is None else (*by_context, self.early.plan)
 
     def now(self, active: int, num_tokens: int) -> Plan:
         """The plan to run while so many sequences are active, behind so many tokens.

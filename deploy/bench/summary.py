@@ -186,7 +186,11 @@ def _rounding(bench: Bench) -> Rounding:
     return measure_rounding(
         bench.chain.engine.verifiers[verifying[0]],
         answers,
-        read_patterns_of((system.plan for system in bench.systems.own), verifying, NUM_POSITIONS),
+        read_patterns_of(
+            (plan for system in bench.systems.own for plan in system.plans),
+            verifying,
+            NUM_POSITIONS,
+        ),
         others,
     )
 

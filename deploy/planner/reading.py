@@ -30,7 +30,8 @@ def choose_early(
     plans under which a seed means a text.
 
     Returns:
-        None where the chosen plan has no other members, or what was read once is read again.
+        None where the chosen plan has no other members or they save nothing, and where what was
+        read once is read again.
     """
     engine = measured.calibration.engine
     choice = repeatable_choice(measured, choice)
@@ -45,10 +46,13 @@ def choose_early(
     others = [each for each in choice.by_members if not reads(each.names)]
     if not reads(best.names) or not others:
         return None
+    early = min(others, key=lambda each: each.seconds_per_token)
+    # the chosen plan may be slower than one of other members by as much as counts for nothing
+    if early.seconds_per_token <= best.seconds_per_token:
+        return None
     if not budget.left():
         budget.leave_out("how long a prompt is read")
         return None
-    early = min(others, key=lambda each: each.seconds_per_token)
     say("plan: how long a prompt is read")
     seconds = seconds_of_reading(measured.calibration, early.plan, best.plan)
     if not seconds:

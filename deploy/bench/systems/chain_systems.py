@@ -33,6 +33,11 @@ class ChainSystem(System):
     runtime = "polybasic"
     follows_plans = False
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All that answers may run by."""
+        return (self.plan,)
+
     def __init__(self, name: str, description: str, chain: Chain, plan: Plan) -> None:
         self.name, self.description, self.chain, self.plan = name, description, chain, plan
         self.dtype = weight_type(chain)
@@ -54,6 +59,11 @@ class PlannedSystem(ChainSystem):
     """The chain's plan, and those of context and length that were measured with it."""
 
     follows_plans = True
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        measured = self.chain.measured_plan
+        return (self.plan, *(() if measured is None else measured.plans_of_one))
 
 
 class LossySystem(ChainSystem):

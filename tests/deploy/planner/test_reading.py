@@ -64,7 +64,10 @@ def test_the_fastest_plan_without_them_is_the_early_one(
     told = explain(choice, known.measurements[0], early=early)["decision"]
     assert "; begin without copy behind prompts of more than " in told
 
-    # no other member reads, or there is no time
+    # no other member reads, or saves anything, or there is no time
+    as_fast = replace(without[0], predicted=choice.best.predicted)
+    alike: Any = SimpleNamespace(best=choice.best, by_members=(choice.best, as_fast))
+    assert choose_early(known, alike, Budget(math.inf), lambda line: None) is None
     readers = replace(choice, by_members=tuple(without))
     assert choose_early(known, readers, Budget(math.inf), lambda line: None) is None
     assert choose_early(known, choice, budget := Budget(0.0), lambda line: None) is None
