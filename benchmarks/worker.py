@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 import torch
 
-from polybasic.chain.base import errors
-from polybasic.deploy import Chain, load_chain
+import polybasic
+from polybasic import Chain, UserError, load_chain
 
 
 def answer(
@@ -56,7 +56,7 @@ def serve(chain: Chain, questions: TextIO, replies: TextIO) -> None:
         try:
             plan = type(chain.plan).model_validate(asked["plan"])
         except ValueError as error:
-            raise errors.UserError(
+            raise UserError(
                 "unknown plan", json.dumps(asked["plan"]), "compare with plans that both know"
             ) from error
         sampling = type(chain.default_sampling)(**asked["sampling"])
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--code", type=Path, required=True, help="the checkout that must run")
     parser.add_argument("--threads", type=int)
     parsed = parser.parse_args(arguments)
-    running = Path(errors.__file__).resolve().parents[1]
+    running = Path(polybasic.__file__).resolve().parent
     assert running == parsed.code, f"runs {running}, not {parsed.code}"
     # what anybody else prints must not be taken for a reply
     replies = os.fdopen(os.dup(1), "w")
@@ -87,6 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except errors.UserError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -247,6 +247,7 @@ def test_two_checkouts_in_turns(
     clone = tmp_path / "clone"
     for folder in ("chain", "train", "quantize", "deploy", "recipes"):
         shutil.copytree(ROOT / folder, clone / folder)
+    shutil.copy(ROOT / "__init__.py", clone)
     (loading,) = (
         path for path in clone.glob("deploy/**/*.py") if "def load_chain(" in path.read_text()
     )
