@@ -244,7 +244,8 @@ def shown_early(measured: MeasuredPlan, verifying: Collection[str]) -> dict[str,
     if measured.early is None:
         return {}
     plan = _members_and_tree(measured.early.plan, verifying)
-    return {f"begun behind {measured.first_put_off:,} tokens or more": plan}
+    first = measured.early.most_at_once(measured.seconds_per_token) + 1
+    return {f"begun behind {first:,} tokens or more": plan}
 
 
 def _listed(plans: Mapping[str, str]) -> str:

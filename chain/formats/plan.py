@@ -232,6 +232,15 @@ class EarlyPlan(_RepeatablePlan):
         description="of the members that do not run, for a token of a prompt"
     )
 
+    def tokens_read(self, seconds_per_token: float) -> float:
+        """Tokens of a prompt whose reading costs what a plan of so many seconds a token saves in
+        one token of an answer."""
+        return (self.seconds_per_token - seconds_per_token) / self.reading_seconds
+
+    def most_at_once(self, seconds_per_token: float) -> int:
+        """Tokens of a prompt up to which all members of such a plan read it at once."""
+        return int(READ_AT_ONCE * self.tokens_read(seconds_per_token))
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -348,15 +357,9 @@ class MeasuredPlan(PredictedPlan):
 
     @property
     def tokens_read_per_answered(self) -> float:
-        """Tokens of a prompt whose reading costs what the plan saves in one token of an answer."""
+        """As `EarlyPlan.tokens_read`, of this plan."""
         assert self.early is not None, "no early plan"
-        saved = self.early.seconds_per_token - self.seconds_per_token
-        return saved / self.early.reading_seconds
-
-    @property
-    def first_put_off(self) -> int:
-        """Tokens of a prompt from which on not all members read it at once."""
-        return int(READ_AT_ONCE * self.tokens_read_per_answered) + 1
+        return self.early.tokens_read(self.seconds_per_token)
 
     @property
     def context_starts(self) -> list[tuple[int, Plan]]:

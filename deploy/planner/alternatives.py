@@ -40,11 +40,17 @@ class Alternative:
         return self.usual if is_close else fastest
 
     def planned(self) -> dict[str, Any]:
-        """Fields of the chain's manifest. Where nothing is drawn, all rules are `coupled`."""
-        return {
-            "plan": self.best.plan.model_copy(update={"rule": "coupled"}),
-            "seconds_per_token": self.best.seconds_per_token,
-        }
+        """Fields of the chain's manifest."""
+        return planned_at_times(self.best)
+
+
+def planned_at_times(candidate: Candidate) -> dict[str, Any]:
+    """Fields of the chain's manifest of a plan for some of the time. Where nothing is drawn, all
+    rules are `coupled`."""
+    return {
+        "plan": candidate.plan.model_copy(update={"rule": "coupled"}),
+        "seconds_per_token": candidate.seconds_per_token,
+    }
 
 
 def compared(found: Collection[Alternative], of: str, usual: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from polybasic.chain.base.readable import counted
 from polybasic.chain.formats.card import shown_tree
-from polybasic.chain.formats.plan import BETWEEN_REASONS, READ_AT_ONCE, EarlyPlan, Plan
+from polybasic.chain.formats.plan import BETWEEN_REASONS, EarlyPlan, Plan
 from polybasic.deploy.planner.measuring.agreement import acceptance_between, candidates_by_depth
 from polybasic.deploy.planner.measuring.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.prediction import Predicted
@@ -156,9 +156,9 @@ def _verdict(name: str, runs: bool, with_it: Candidate, without: Candidate, cost
 def _early_verdict(early: EarlyPlan, best: Candidate) -> str:
     saved = early.seconds_per_token - best.seconds_per_token
     late = " and ".join(name for name in best.names if name not in early.plan.members)
-    num_at_once = READ_AT_ONCE * saved / early.reading_seconds
+    num_at_once = early.most_at_once(best.seconds_per_token)
     return (
-        f"begin without {late} behind prompts of more than {num_at_once:,.0f} tokens: to read a "
+        f"begin without {late} behind prompts of more than {num_at_once:,} tokens: to read a "
         f"token of them takes {1e3 * early.reading_seconds:.2g} ms, and {1e3 * saved:.2g} ms are "
         "saved in one of the answer"
     )

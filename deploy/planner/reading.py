@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import cycle, islice
 
 from polybasic.chain.formats.plan import EarlyPlan, Plan
-from polybasic.deploy.planner.alternatives import repeatable_choice
+from polybasic.deploy.planner.alternatives import planned_at_times, repeatable_choice
 from polybasic.deploy.planner.measuring.answers import Calibration
 from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.traces import Measured
@@ -57,11 +57,7 @@ def choose_early(
     seconds = seconds_of_reading(measured.calibration, early.plan, best.plan)
     if not seconds:
         return None
-    return EarlyPlan(
-        plan=early.plan.model_copy(update={"rule": "coupled"}),
-        seconds_per_token=early.seconds_per_token,
-        reading_seconds=seconds,
-    )
+    return EarlyPlan(**planned_at_times(early), reading_seconds=seconds)
 
 
 def seconds_of_reading(calibration: Calibration, early: Plan, plan: Plan) -> float:

@@ -123,10 +123,11 @@ def plan_loaded(
     if chain.engine.captures_rounds:
         grid = grid.model_copy(update={"least_probabilities": ()})
     # sequences that wait for a link are no load, and the text of a seed depends on none
-    loads = settings.loads if link is None and _is_repeatable(settings) else ()
+    changes = link is None and _is_repeatable(settings)
+    loads = settings.loads if changes else ()
     if settings.loads and not _is_repeatable(settings):
         say(f"plan: for one sequence alone, as loads need the rule coupled and not {settings.rule}")
-    contexts = settings.contexts if link is None and _is_repeatable(settings) else ()
+    contexts = settings.contexts if changes else ()
     for_loads = LOADS_SHARE if loads else 0.0
     budget.max_seconds *= 1 - for_loads - (CONTEXTS_SHARE if contexts else 0.0)
     calibration = answer_prompts(
@@ -154,9 +155,7 @@ def plan_loaded(
     timer = LoadTimer(measured.calibration)
     budget.max_seconds = settings.max_seconds * (1 - for_loads)
     by_context = choose_by_context(measured, choice, contexts, timer, budget, say)
-    early = None
-    if link is None and _is_repeatable(settings):
-        early = choose_early(measured, choice, budget, say)
+    early = choose_early(measured, choice, budget, say) if changes else None
     budget.max_seconds = settings.max_seconds
     by_load = choose_by_load(measured, choice, loads, timer, budget, say)
     measurements, _ = measured.by_rule(choice.rule)

@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from polybasic.chain.formats.plan import Plan
+from polybasic.chain.formats.plan import Plan, Situation
 from polybasic.deploy.runtime.drafters.interface import Drafter
 from polybasic.deploy.runtime.remote.stage import RemotePass
 from polybasic.deploy.runtime.request import Piece, Request, Statistics, unfinished
@@ -49,8 +49,12 @@ class Host(Protocol):
     def noise(self, request: Request) -> Noise | None:
         """That its members draw with."""
 
-    def plan_now(self, request: Request, slot: Slot, num_answered: int) -> Plan:
-        """The plan of the present situation."""
+    @property
+    def num_running(self) -> int:
+        """Sequences that have not ended."""
+
+    def plan_now(self, request: Request, situation: Situation) -> Plan:
+        """The plan of a situation."""
 
     def reap(self) -> None:
         """Free the sequences of requests that are over."""
@@ -226,7 +230,15 @@ class ActiveSequence:
         self._statistics = self._cost(stopped_by)
 
     def _plan_now(self) -> Plan:
-        return self._engine.plan_now(self.request, self.slot, len(self._answered))
+        situation = Situation(
+            active=self._engine.num_running,
+            num_tokens=self._num_tokens,
+            num_answered=len(self._answered),
+            num_left=self._num_left,
+            temperature=self.request.sampling.temperature,
+            num_unread=lambda members: self.slot.num_unread(self._num_tokens, members),
+        )
+        return self._engine.plan_now(self.request, situation)
 
     @property
     def _num_tokens(self) -> int:

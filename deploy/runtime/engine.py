@@ -241,23 +241,9 @@ class Engine:
         """Sequences that have not ended."""
         return sum(not sequence.is_over for sequence in self._running)
 
-    def plan_now(self, request: Request, slot: Slot, num_answered: int) -> Plan:
-        """The plan for a request that follows the situation.
-
-        Args:
-            slot: whose caches it has.
-            num_answered: tokens of its answer so far.
-        """
+    def plan_now(self, request: Request, situation: Situation) -> Plan:
+        """The plan for a request that follows its situation."""
         assert self.measured_plan is not None, "no plans by load, context or length"
-        num_tokens = len(request.token_ids) + num_answered
-        situation = Situation(
-            active=self.num_running,
-            num_tokens=num_tokens,
-            num_answered=num_answered,
-            num_left=request.max_new_tokens - num_answered,
-            temperature=request.sampling.temperature,
-            num_unread=lambda members: slot.num_unread(num_tokens, members),
-        )
         plan, rule = self.measured_plan(situation), request.plan.rule
         return plan if plan.rule == rule else plan.model_copy(update={"rule": rule})
 
