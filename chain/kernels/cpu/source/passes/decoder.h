@@ -197,11 +197,12 @@ public:
             fill(model_.lm_head, rows, model_.hidden_size, num_rows);
     }
 
-    // A product whose tiles [block][row][16] are passed to `emit(blocks, first row, rows, tile)`.
+    // A product whose tiles [block][row][16] are passed to `emit(blocks, first row, rows, tile)`: `unit`
+    // blocks at a time, those of a thread from a multiple of `step` on.
     template <class Emit>
-    void multiply(const Matrix& matrix, int unit, int num_rows, Emit emit) {
+    void multiply(const Matrix& matrix, int unit, int num_rows, Emit emit, int step = 1) {
         alignas(64) float tile[kMaxHeadBlocks * kRowsAtOnce * kLanes];
-        const Range mine = share(matrix.num_blocks(), self_.number, self_.num_threads, unit);
+        const Range mine = share(matrix.num_blocks(), self_.number, self_.num_threads, step);
         const Chunks chunks{num_rows};
         for (int block = mine.first; block < mine.end; block += unit) {
             const Range blocks{block, block + unit < mine.end ? block + unit : mine.end};
@@ -338,7 +339,8 @@ private:
                      for (int row = 0; row < rows; ++row)
                          place_head(index, blocks.first / blocks_of_head, first + row,
                                     tile + row * kLanes, rows * kLanes);
-                 });
+                 },
+                 blocks_of_head);
         self_.wait();
         for (int i = 0; i < input_.num_sequences; ++i) {
             const Sequence& one = input_.sequences[i];
@@ -425,7 +427,7 @@ private:
         alignas(64) float gates[kUnit * kRowsAtOnce * kLanes], ups[kUnit * kRowsAtOnce * kLanes];
         const int I = model_.intermediate_size, num_blocks = I / kLanes;
         const Chunks chunks{num_rows_};
-        const Range mine = share(num_blocks, self_.number, self_.num_threads, kUnit);
+        const Range mine = share(num_blocks, self_.number, self_.num_threads);
         for (int block = mine.first; block < mine.end; block += kUnit) {
             const int end = block + kUnit < mine.end ? block + kUnit : mine.end;
             for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {

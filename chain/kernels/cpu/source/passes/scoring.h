@@ -87,7 +87,8 @@ protected:
                          [&](Range blocks, int first, int num, const float* tile) {
                              for (int row = 0; row < num; ++row)
                                  scan(rows[first + row], blocks, tile + row * kLanes, num * kLanes);
-                         });
+                         },
+                         kUnit);
     }
 
     Row row_of(int row, Best best, const float* added, float scale) const {
