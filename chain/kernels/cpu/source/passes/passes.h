@@ -62,7 +62,7 @@ void run_product(const Matrix& matrix, const void* rows, void* out, int num_rows
         self.wait();
         alignas(64) float tile[4 * kRowsAtOnce * kLanes];
         const int unit = matrix.num_blocks() >= 8 * self.num_threads ? 4 : 1;
-        const Range mine = share(matrix.num_blocks(), self.number, self.num_threads, unit);
+        const Range mine = share(matrix.num_blocks(), self.number, self.num_threads);
         const Chunks chunks{num_rows};
         for (int block = mine.first; block < mine.end; block += unit) {
             const Range blocks{block, block + unit < mine.end ? block + unit : mine.end};
