@@ -12,7 +12,7 @@ On a GPU passes and drafts are captured as graphs, as rounds run them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -88,19 +88,25 @@ def pass_cases(chain: Chain, settings: PassSettings, bandwidth: Bandwidth) -> It
     check(chain, settings)
     graphs = _graphs(chain)
     members = [name for name in chain.engine.verifiers if _is_asked_for(name, settings)]
+    decoders = {name: chain.engine.verifiers[name].decoder for name in members}
+    measured = [(name, True) for name in members]
+    measured += [(name, False) for name in members if decoders[name].shortlist() is not None]
 
     @torch.inference_mode()
     def measure(context: int, rows: int) -> list[Cost]:
-        runs = {
-            name: captured(graphs, (name, context, rows), pass_of(chain, name, context, rows))
-            for name in members
-        }
+        runs = {}
+        for name, is_listed in measured:
+            run_pass = pass_of(chain, name, context, rows, is_listed)
+            runs[name, is_listed] = captured(graphs, (name, context, rows), run_pass)
         found = in_turns(runs, settings.turns, settings.repeats, graphs.device)
         costs = []
-        for name, seconds in found.items():
+        for (name, is_listed), seconds in found.items():
             moved = member_pass(chain, name, context, rows)
+            if not is_listed:
+                moved = replace(moved, lm_head=moved.lm_head + decoders[name].bytes_left_out)
             bound = moved.total / bandwidth.bound
-            costs.append(Cost(name, f"{rows} rows", context, seconds, moved, bound))
+            shown = name if is_listed else f"{name}, all tokens"
+            costs.append(Cost(shown, f"{rows} rows", context, seconds, moved, bound))
         return costs
 
     for context in settings.contexts:
@@ -172,9 +178,16 @@ def tree_of(shape: str) -> Tree:
         raise UserError("no shape of a draft", f"--shapes {shape}", "write 7x4") from error
 
 
-def pass_of(chain: Chain, name: str, context: int, rows: int) -> Callable[[], None]:
-    """A pass of a member over so many rows after a context, with all that a round makes of it."""
+def pass_of(
+    chain: Chain, name: str, context: int, rows: int, is_listed: bool = True
+) -> Callable[[], None]:
+    """A pass of a member over so many rows after a context, with all that a round makes of it.
+
+    Args:
+        is_listed: whether the member leaves rare tokens out where it can.
+    """
     verifier = chain.engine.verifiers[name]
+    verifier = verifier.seeing(verifier.window, None, [] if is_listed else None)
     make = _device_pass if verifier.decoder.runs_on_device else _host_pass
     return make(verifier, context, rows)
 

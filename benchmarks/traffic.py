@@ -31,8 +31,8 @@ from polybasic.deploy import Chain
 
 SCALE_BYTES = 4
 """A scale and an offset in bfloat16, for a group of inputs of one output."""
-ROUNDED_GROUP_BYTES = 5
-"""A float32 scale and a byte of zero, for a group of a rounded head."""
+ROUNDED_GROUP_BYTES = 3
+"""A float16 scale and a byte of zero, for a group of a rounded head."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def member_pass(chain: Chain, name: str, context: int, rows: int) -> Moved:
     projection = decoder.weights.lm_head
     if not isinstance(projection, NativeLinear):
         return moved
-    return replace(moved, lm_head=sum(tensor.nbytes for tensor in projection.tensors))
+    num_bytes = sum(tensor.nbytes for tensor in projection.tensors)
+    return replace(moved, lm_head=num_bytes - decoder.bytes_left_out)
 
 
 def decoder_pass(
@@ -95,7 +96,8 @@ def decoder_pass(
 
 def member_draft(chain: Chain, name: str, context: int, depth: int, top_k: int) -> Moved:
     """All passes of a draft of a drafting member."""
-    weights = chain.engine.models.drafters[name].weights
+    drafter = chain.engine.models.drafters[name]
+    weights, shortlist = drafter.weights, drafter.shortlist()
     config, itemsize = weights.config, weights.dtype.itemsize
     kind = chain.manifest.member(name).kind
     if not weights.is_head:
@@ -104,7 +106,7 @@ def member_draft(chain: Chain, name: str, context: int, depth: int, top_k: int) 
     return head_draft(
         config,
         kind,
-        weights.num_draft_tokens,
+        weights.num_draft_tokens if shortlist is None else shortlist.num_tokens,
         itemsize,
         context,
         depth,

@@ -218,7 +218,7 @@ def write_draft(folder: Path, target: Path) -> None:
     hidden_size, intermediate_size = config["hidden_size"], config["intermediate_size"]
     key_size = config["num_key_value_heads"] * config["head_dim"]
     shapes = {
-        "embed_tokens.weight": (VOCAB_SIZE, hidden_size),
+        "embed_tokens.weight": (config["vocab_size"], hidden_size),
         "fc.weight": (hidden_size, 2 * hidden_size),
         "fc.bias": (hidden_size,),
         "layers.0.self_attn.q_proj.weight": (hidden_size, hidden_size),

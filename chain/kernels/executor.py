@@ -18,6 +18,7 @@ from polybasic.chain.formats.plan import Window
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.noise import gumbel_noise
 from polybasic.chain.kernels.rows import Rows
+from polybasic.chain.kernels.shortlist import Shortlist
 from polybasic.chain.kernels.weights import ModelWeights
 
 Layers = Sequence[Tensor]
@@ -65,6 +66,7 @@ class DraftRequest:
         perturbation: of the logits, with at least `depth` rows; None leaves them as they are.
         least_score: no level follows one whose candidates all score less. Not for drafts that stay
             on the device.
+        shortlist: of tokens that can be drafted, as `Executor.shortlist` made it; None for all.
     """
 
     state: Tensor
@@ -75,6 +77,7 @@ class DraftRequest:
     window: Window | None = None
     perturbation: Perturbation | None = None
     least_score: float = -math.inf
+    shortlist: Shortlist | None = None
 
 
 class Runner(Protocol):
@@ -159,6 +162,26 @@ class Executor(ABC):
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] of states [R, W] as `forward` returns them, in the compute dtype."""
+
+    def shortlist(self) -> Shortlist | None:
+        """A new one, if another model checks the tokens and some can be left out; else None."""
+        return None
+
+    @property
+    def bytes_left_out(self) -> int:
+        """Of its output projection, what passes skip until their sequence has seen a rare token."""
+        return 0
+
+    def listed_logits(
+        self, states: Tensor, shortlists: Sequence[Shortlist | None], num_rows: Sequence[int]
+    ) -> Tensor:
+        """As `logits`, minus infinity for tokens that a row's shortlist does not have.
+
+        Args:
+            shortlists: of each sequence, as `shortlist` made them; None has all tokens.
+            num_rows: of each sequence among the R.
+        """
+        raise NotImplementedError(f"{type(self).__name__} makes no shortlists")
 
     @abstractmethod
     def features(self, inputs: Tensor) -> Tensor:

@@ -145,6 +145,7 @@ class ModelWeights:
             this part: sums what the parts' `out` or `down` have computed, [R, D]. None for a whole
             model. `lm_head` has the part's own tokens.
         in_few_bits: whether its products are with codes of 4 to 8 bits, as it was stored.
+        is_checked: whether another model checks the tokens of this one, a decoder.
     """
 
     config: DecoderConfig
@@ -168,6 +169,7 @@ class ModelWeights:
     draft_lm_head: Callable[[Tensor | None], Linear] | None = None
     all_reduce: Callable[[Tensor], Tensor] | None = None
     in_few_bits: bool = False
+    is_checked: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -147,6 +147,7 @@ def load_decoder(
             draft_lm_head=draft_lm_head,
             all_reduce=all_reduce,
             in_few_bits=in_few_bits,
+            is_checked=is_checked,
         )
     )
 

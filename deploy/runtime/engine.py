@@ -290,9 +290,13 @@ class Engine:
         names = [name for name in plan.members if name in slot.verifiers]
         if not names:
             return []
+        # a lossy rule looks at all that a model below the target thinks of, and a constraint may
+        # leave rare tokens alone
+        needs_all = plan.lossy is not None or request.constraint is not None
+        seen = None if needs_all else [*stop, *request.sampling.logit_bias]
         verifiers = {
             name: slot.verifiers[name].seeing(
-                plan.windows.get(name), self._features(slot, name, request)
+                plan.windows.get(name), self._features(slot, name, request), seen
             )
             for name in names
         }

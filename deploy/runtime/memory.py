@@ -37,7 +37,7 @@ bytes are counted in place of weights."""
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ROUNDED_DTYPES = {"eager": (), "native": ("bfloat16",), "device": ("bfloat16", "float16")}
-_SCALE_BYTES = {"eager": 4, "native": 5, "device": 4}
+_SCALE_BYTES = {"eager": 4, "native": 3, "device": 4}
 """Of a 4-bit group's scale and zero, as kernels read them."""
 _MAKING_BYTES: dict[Form, float] = {
     "kept": 4,

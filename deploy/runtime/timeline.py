@@ -192,13 +192,14 @@ def timeline(engine: Engine, request: Request, memory: Memory) -> Timeline:
 
 def bytes_read(engine: Engine, memory: Memory) -> dict[str, int]:
     """Bytes of weights that a pass of each member reads: all but an embedding that is not the
-    output projection, too."""
+    output projection, and what a shortlist leaves out, too."""
     found = {name: parts["weights"] for name, parts in memory.members.items()}
     is_copied = memory.layout.device == "cpu" and memory.layout.kernels != "device"
     for name, decoder in engine.models.decoders.items():
         table, config = decoder.weights.embedding, decoder.config
         if isinstance(table, Tensor) and (is_copied or not config.tie_word_embeddings):
             found[name] -= table.nbytes
+        found[name] -= decoder.bytes_left_out
     return found
 
 

@@ -47,7 +47,7 @@ def test_four_bits_are_codes_with_a_scale_and_an_offset_a_group(chain: Chain) ->
 
 def test_draft_reads_the_head_once_a_level(chain: Chain) -> None:
     moved = traffic.member_draft(chain, "draft", context=16, depth=3, top_k=2)
-    rounded = 0.5 + 5 / 64  # 4 bits, and five bytes for 64 of them
+    rounded = 0.5 + 3 / 64  # 4 bits, and three bytes for 64 of them
     assert moved.weights == 3 * (rounded * LINEARS + NORM + 128 * 256 * rounded)
     assert moved.lm_head == 3 * 64 * 128 * rounded
     assert moved.cache == 3 * (2 * 2 * 32 * 2) * (16 + 2)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,13 +64,14 @@ ROUNDED_PLACES = [*ROUNDED, *(pytest.param(place, marks=needs_gpu) for place in 
 ChainAt = Callable[[Where], Chain]
 
 
-def write_noisy_chain(models: Path) -> Path:
+def write_noisy_chain(models: Path, **changes: Any) -> Path:
     """A chain of a target, two noisy copies of it, one to verify and one to draft, and a head.
 
     Args:
         models: an empty folder; the chain will lie in it.
+        changes: of the target's shape, as LlamaConfig names it.
     """
-    write_target(models / "target")
+    write_target(models / "target", **changes)
     write_draft(models / "head", models / "target")
     parts = [Part("head", "drafter", "eagle2", models / "head")]
     for name, role, noise in (("near", "intermediate", 0.1), ("copy", "drafter", 0.05)):

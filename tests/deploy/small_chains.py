@@ -334,6 +334,9 @@ class RememberedVerifier:
         self.name, self.real, self.cache, self.memory = real.name, real, cache, memory
         self._passes: dict[Any, list[int]] = {}
 
+    def see(self, token_ids: Sequence[int]) -> None:
+        """All tokens have logits."""
+
     def read(self, tokens: list[int]) -> Any:
         return self._read(tokens, None)
 

@@ -153,6 +153,9 @@ class TableVerifier:
         self.name, self.model, self.cache, self.case = f"model {model}", model, cache, case
         self.prefixes: list[tuple[int, ...]] = []
 
+    def see(self, token_ids: Sequence[int]) -> None:
+        """All tokens have logits."""
+
     def read(self, tokens: list[int]) -> torch.Tensor:
         return self._read(tokens, list(range(-1, len(tokens) - 1)))
 

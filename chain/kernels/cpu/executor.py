@@ -27,9 +27,18 @@ from polybasic.chain.kernels.cpu.matrices import (
     NativeEmbedding,
     NativeLinear,
 )
+from polybasic.chain.kernels.cpu.structures import (
+    DraftStruct,
+    LayerStruct,
+    ModelStruct,
+    PassStruct,
+    RowsStruct,
+    SequenceStruct,
+)
 from polybasic.chain.kernels.drafts import Candidates
 from polybasic.chain.kernels.executor import DraftRequest, Executor, Layers
 from polybasic.chain.kernels.rows import Rows, split_rows
+from polybasic.chain.kernels.shortlist import Shortlist, addresses
 from polybasic.chain.kernels.torch.executor import TorchExecutor, features_of, logits_of
 from polybasic.chain.kernels.torch.positions import NUM_CORRECTED
 from polybasic.chain.kernels.weights import Embedding, LayerWeights, Linear, ModelWeights
@@ -39,136 +48,6 @@ MAX_ROWS = 256
 _MAX_HEAD_DIM = 256
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 _DECODER, _EAGLE2, _EAGLE3 = 0, 2, 3
-
-
-class _RowsStruct(ctypes.Structure):
-    _fields_ = (
-        ("num_rows", ctypes.c_int32),
-        ("start", ctypes.c_int32),
-        ("prefix", ctypes.c_int32),
-        ("path_ends", ctypes.c_void_p),
-        ("paths", ctypes.c_void_p),
-    )
-
-
-class _LayerStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "input_norm",
-                "mlp_norm",
-                "query_norm",
-                "key_norm",
-                "attention_post_norm",
-                "mlp_post_norm",
-                "cosines",
-                "sines",
-            )
-        ),
-        ("window", ctypes.c_int32),
-    )
-
-
-class _ModelStruct(ctypes.Structure):
-    _fields_ = (
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "element",
-                "num_layers",
-                "hidden_size",
-                "intermediate_size",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-                "activation",
-                "head_kind",
-                "num_corrected",
-                "markov_rank",
-            )
-        ),
-        *(
-            (name, ctypes.c_float)
-            for name in (
-                "norm_eps",
-                "attention_scale",
-                "attention_softcap",
-                "embedding_scale",
-                "logit_softcap",
-            )
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "layers",
-                "embedding",
-            )
-        ),
-        ("embedding_codes", MatrixStruct),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "final_norm",
-                "embedding_norm",
-                "feature_norm",
-                "markov_in",
-                "markov_out",
-            )
-        ),
-        ("fc", MatrixStruct),
-        ("lm_head", MatrixStruct),
-        ("adapter_down", MatrixStruct),
-        ("adapter_up", MatrixStruct),
-    )
-
-
-class _SequenceStruct(ctypes.Structure):
-    _fields_ = (
-        ("rows", _RowsStruct),
-        ("caches", ctypes.c_void_p),
-        ("capacity", ctypes.c_int32),
-        ("window_tokens", ctypes.c_int32),
-        ("window_sinks", ctypes.c_int32),
-    )
-
-
-class _PassStruct(ctypes.Structure):
-    _fields_ = (
-        ("tokens", ctypes.c_void_p),
-        ("sequences", ctypes.c_void_p),
-        ("num_sequences", ctypes.c_int32),
-        ("num_rows", ctypes.c_int32),
-        ("features", ctypes.c_void_p),
-        ("feature_layers", ctypes.c_void_p),
-        ("num_feature_layers", ctypes.c_int32),
-        ("states", ctypes.c_void_p),
-    )
-
-
-class _DraftStruct(ctypes.Structure):
-    _fields_ = (
-        *(
-            (name, ctypes.c_int32)
-            for name in ("depth", "top_k", "start", "capacity", "window_tokens", "window_sinks")
-        ),
-        ("logit_scale", ctypes.c_float),
-        ("least_score", ctypes.c_float),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "added",
-                "caches",
-                "state",
-                "token_ids",
-                "tokens",
-                "scores",
-                "beams",
-                "num_levels",
-            )
-        ),
-    )
 
 
 class CpuBackend(Backend):
@@ -235,7 +114,7 @@ class CpuExecutor(Executor):
         config, tables = weights.config, weights.rotary.tables
         self._kept: list[object] = []  # memory that the structures point into
         self.num_positions = len(tables[0][0])
-        layers = (_LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
+        layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
         self._kept.append(layers)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         kind = _DECODER
@@ -245,7 +124,7 @@ class CpuExecutor(Executor):
         positions = weights.positions
         markov_in = None if positions is None else positions.markov_in
         markov_out = None if positions is None else positions.markov_out
-        self._struct = _ModelStruct(
+        self._struct = ModelStruct(
             ELEMENTS[weights.dtype],
             len(weights.layers),
             config.hidden_size,
@@ -305,6 +184,31 @@ class CpuExecutor(Executor):
     def logits(self, states: Tensor) -> Tensor:
         return logits_of(self.weights, states)
 
+    def shortlist(self) -> Shortlist | None:
+        weights = self.weights
+        # a soft cap would make numbers of minus infinity
+        drafts_all = weights.draft_token_ids is None and (weights.is_checked or weights.is_head)
+        if not drafts_all or weights.logit_softcap is not None:
+            return None
+        size = self.config.vocab_size
+        return Shortlist(size) if Shortlist.pays(size) else None
+
+    @property
+    def bytes_left_out(self) -> int:
+        shortlist, lm_head = self.shortlist(), self.weights.lm_head
+        if shortlist is None:
+            return 0
+        assert isinstance(lm_head, NativeLinear), "in this layout"
+        return round((1 - shortlist.share) * sum(tensor.nbytes for tensor in lm_head.tensors))
+
+    def listed_logits(
+        self, states: Tensor, shortlists: Sequence[Shortlist | None], num_rows: Sequence[int]
+    ) -> Tensor:
+        lm_head = self.weights.lm_head
+        assert isinstance(lm_head, NativeLinear), "in this layout"
+        states = states[:, : self.config.hidden_size]
+        return lm_head(states, addresses(shortlists, num_rows))
+
     def features(self, inputs: Tensor) -> Tensor:
         return features_of(self.weights, inputs)
 
@@ -312,7 +216,7 @@ class CpuExecutor(Executor):
         found: list[Candidates] = []
         for part in _split_requests(requests, MAX_ROWS):
             drafts = [_Draft(self, request) for request in part]
-            structs = (_DraftStruct * len(drafts))(*(draft.struct for draft in drafts))
+            structs = (DraftStruct * len(drafts))(*(draft.struct for draft in drafts))
             self.kernels.library.polybasic_drafts(
                 self._model,
                 ctypes.addressof(structs),
@@ -340,8 +244,8 @@ class CpuExecutor(Executor):
         if features is not None:
             features = features.contiguous()
         layers = np.array(feature_layers, np.int32)
-        structs = (_SequenceStruct * len(sequences))(*(sequence.struct for sequence in sequences))
-        struct = _PassStruct(
+        structs = (SequenceStruct * len(sequences))(*(sequence.struct for sequence in sequences))
+        struct = PassStruct(
             address(token_ids, torch.int64),
             ctypes.addressof(structs),
             len(sequences),
@@ -355,10 +259,10 @@ class CpuExecutor(Executor):
             self._model, ctypes.addressof(struct), self._workspace, torch.get_num_threads()
         )
 
-    def _layer(self, layer: LayerWeights) -> _LayerStruct:
+    def _layer(self, layer: LayerWeights) -> LayerStruct:
         cosines, sines = self.weights.rotary.tables[layer.kind]
         self._kept += [layer, cosines, sines]
-        return _LayerStruct(
+        return LayerStruct(
             *map(_struct, (layer.qkv, layer.out, layer.gate_up, layer.down)),
             self._norm(layer.input_norm),
             self._norm(layer.mlp_norm),
@@ -409,8 +313,8 @@ class _Sequence:
             ends = np.array(list(accumulate(map(len, rows.paths))), np.int32)
             paths = np.array(list(chain.from_iterable(rows.paths)), np.int32)
         self._kept = located, ends, paths
-        self.struct = _SequenceStruct(
-            _RowsStruct(
+        self.struct = SequenceStruct(
+            RowsStruct(
                 rows.num_rows,
                 rows.start,
                 rows.start,
@@ -449,7 +353,7 @@ class _Draft:
                 added = added[:, token_ids]
             added = added.contiguous()
         self._kept = state, located, added
-        self.struct = _DraftStruct(
+        self.struct = DraftStruct(
             depth,
             top_k,
             start,
@@ -461,6 +365,7 @@ class _Draft:
             located.address,
             address(state, model.dtype),
             None if token_ids is None else address(token_ids, torch.int64),
+            None if request.shortlist is None else request.shortlist.address,
             tokens.data_ptr(),
             scores.data_ptr(),
             beams.data_ptr(),

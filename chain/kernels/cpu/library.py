@@ -12,7 +12,7 @@ from polybasic.chain.kernels.cpu.native import native_library
 from polybasic.chain.kernels.cpu.openmp import openmp_functions
 from polybasic.chain.kernels.environment import kernels_wanted
 
-_VERSION = 10
+_VERSION = 11
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of source/products/matrix.h and source/passes/decoder.h."""
 
@@ -188,14 +188,8 @@ def load_kernels() -> Kernels | None:
     library.polybasic_pass.argtypes = [pointer, pointer, pointer, integer]
     library.polybasic_drafts.argtypes = [pointer, pointer, integer, pointer, integer]
     library.polybasic_product.argtypes = [
-        pointer,
-        integer,
-        pointer,
-        pointer,
-        integer,
-        pointer,
-        integer,
-    ]
+        pointer, integer, pointer, pointer, integer, pointer, pointer, integer
+    ]  # fmt: skip
     library.polybasic_lay_out_blocks.argtypes = [pointer, pointer, ctypes.c_int64, integer]
     library.polybasic_decode_rows.argtypes = [pointer, pointer, integer, pointer]
     library.polybasic_noise.argtypes = [pointer, pointer, integer, integer, pointer, integer]

@@ -6,6 +6,7 @@
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,13 @@ class NativeLinear:
         own = [tensor for tensor in self._tensors if tensor is not None]
         return own if self.rest is None else own + self.rest.tensors
 
-    def __call__(self, x_RI: Tensor) -> Tensor:
+    def __call__(self, x_RI: Tensor, lists: np.ndarray | None = None) -> Tensor:
+        """The product.
+
+        Args:
+            lists: uint64 [R], where each row's `Shortlist.units` lie: outputs that a row's does not
+                have are minus infinity. None computes all.
+        """
         x_RI = x_RI.contiguous()
         rows, (out_size, in_size) = x_RI.shape[0], self.shape
         assert x_RI.shape == (rows, in_size), f"{tuple(x_RI.shape)} for {in_size} inputs"
@@ -99,6 +106,7 @@ class NativeLinear:
             address(out, x_RI.dtype),
             rows,
             address(memory, torch.float32),
+            None if lists is None else lists.ctypes.data,
             torch.get_num_threads(),
         )
         return out
@@ -144,7 +152,7 @@ def int4(kernels: Kernels, weight: QuantizedWeight, bias: Tensor | None) -> Nati
     codes = _padded(weight.codes, 0).unflatten(0, (-1, LANES)).unflatten(2, (-1, 2, 4))
     tensors = (
         (codes[:, :, :, 0] | (codes[:, :, :, 1] << 4)).transpose(1, 2).contiguous(),
-        _side_by_side(weight.scales.float()),
+        _side_by_side(weight.scales.half()),
         _side_by_side(weight.zeros),
     )
     return NativeLinear(kernels, _INT4, (out_size, in_size), tensors, bias, weight.group_size)

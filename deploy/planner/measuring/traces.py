@@ -18,6 +18,7 @@ from torch import Tensor
 from polybasic.chain.formats.plan import Ngram, Plan, Rule, Tree, Window
 from polybasic.chain.kernels.drafts import ABSENT, DraftTree
 from polybasic.chain.kernels.product_times import name_of
+from polybasic.chain.kernels.shortlist import UNIT_TOKENS
 from polybasic.deploy.planner.measuring.answers import (
     MIN_TOKENS,
     Calibration,
@@ -36,6 +37,7 @@ from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.passes import alone
 from polybasic.deploy.runtime.rounds.sampling import Prefixes, Sampling, make_sampler
 from polybasic.deploy.runtime.rounds.stages import BaseTreeStage
+from polybasic.deploy.runtime.rounds.verifier import Verifier
 from polybasic.deploy.runtime.slots import num_common
 
 BLOCK_TOKENS = 16
@@ -216,7 +218,7 @@ def _trace(
     for name, verifier in engine.verifiers.items():
         sampler = make_sampler(sampling, engine.models.target.device, len(prompt), rule, noise)
         with torch.inference_mode():
-            logits = verifier.logits(states[name][len(prompt) - 1 :])
+            logits = _logits(verifier, states[name][len(prompt) - 1 :], prompt, answer)
         rows = sampler.distributions(logits, prefixes)
         drawn[name] = [sampler.draw(rows, place) for place in places]
         confidence[name] = np.array(sampler.probabilities(rows, places, answer))
@@ -263,6 +265,22 @@ def _trace(
         max_tokens=example.max_tokens,
         num_prompt_tokens=len(prompt),
     )
+
+
+def _logits(
+    verifier: Verifier, states: Tensor, prompt: Sequence[int], answer: Sequence[int]
+) -> Tensor:
+    """Logits [N, V] before each token of the answer, as a round has them that saw none after it."""
+    logits = verifier.seeing(None, None, [*prompt, *answer]).logits(states)
+    seen = verifier.decoder.shortlist()
+    if seen is not None:
+        seen.add(prompt)
+        for place, token in enumerate(answer):
+            if token not in seen:
+                first = token // UNIT_TOKENS * UNIT_TOKENS
+                logits[: place + 1, first : first + UNIT_TOKENS] = -torch.inf
+                seen.add([token])
+    return logits
 
 
 @torch.inference_mode()

@@ -64,6 +64,7 @@ class ExpandingDrafter(ABC):
             )
         self.tree, self.window, self.noise = tree, window, noise
         self.clock = PassClock(self.model.device)
+        self.shortlist, self._has_seen = self.model.shortlist(), False
 
     @property
     def min_tokens(self) -> int:
@@ -103,6 +104,13 @@ class ExpandingDrafter(ABC):
         """
         self.cache.truncate(min(self.cache.length, len(tokens) - self.lag - 1))
         return self.cache.length
+
+    def see(self, tokens: list[int]) -> None:
+        """Tokens of the sequence, which may be drafted from now on."""
+        if self.shortlist is not None:
+            # those before the rows that stay were seen, but before the first draft
+            self.shortlist.add(tokens[self.cache.length :] if self._has_seen else tokens)
+            self._has_seen = True
 
     def read(self, tokens: list[int], end: int) -> Tensor:
         """Read the rows from the cache's length up to `end`; the state [1, D] of the last one."""
@@ -182,6 +190,7 @@ def _candidates(
     """All candidates of each of several drafters of one kind."""
     for drafter, text in zip(drafters, tokens, strict=True):
         drafter.begin(text)
+        drafter.see(text)
     ends = [len(text) - drafter.lag for drafter, text in zip(drafters, tokens, strict=True)]
     ahead = [drafters[0].model.weights.rows_ahead(depth) for depth in depths]
     states = _read(drafters, tokens, ends, ahead)
@@ -203,6 +212,7 @@ def _candidates(
                 drafter.window,
                 perturbation,
                 least_score,
+                drafter.shortlist,
             )
         )
     return drafters[0].model.drafts(requests)

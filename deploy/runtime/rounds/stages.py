@@ -244,6 +244,7 @@ class BaseTreeStage(Stage):
 
     def begin(self, tokens: list[int], num_held: int) -> None:
         self.tokens = list(tokens)
+        self.verifier.see(tokens)
         self.verifier.cache.truncate(num_held)
         self.drafter.rewind(num_held)
 
@@ -368,6 +369,7 @@ class BaseBlockStage(Stage):
 
     def begin(self, tokens: list[int], num_held: int) -> None:
         self.tokens = list(tokens)
+        self.verifier.see(tokens)
         self.verifier.cache.truncate(num_held)
         self._num_read = num_held
         held_below = num_held if self.shares_cache else min(self.below.num_held, len(tokens) - 1)

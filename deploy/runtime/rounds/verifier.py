@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +16,7 @@ from polybasic.chain.formats.plan import MAX_TREE_ROWS, Window
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.executor import Executor
 from polybasic.chain.kernels.rows import Rows, consecutive_rows, tree_rows
+from polybasic.chain.kernels.shortlist import Shortlist
 from polybasic.deploy.runtime.rounds.cache import KeyValueCache
 from polybasic.deploy.runtime.rounds.pace import PromptPace
 
@@ -84,6 +85,7 @@ class Verifier:
         window: the part of a long context that its rows see; None for all of it.
         feature_layers: layers whose inputs are a part of the states, for an EAGLE-3 head.
         pace: of prompts, shared by all verifiers that run the decoder; default: one of its own.
+        shortlist: the tokens that have logits; what it reads is added. None for all.
     """
 
     def __init__(
@@ -95,23 +97,33 @@ class Verifier:
         window: Window | None = None,
         feature_layers: tuple[int, ...] = (),
         pace: PromptPace | None = None,
+        shortlist: Shortlist | None = None,
     ) -> None:
         self.name, self.decoder, self.cache, self.passes = name, decoder, cache, passes
         self.window, self.feature_layers = window, feature_layers
-        self.pace = pace or PromptPace.of(decoder)
+        self.pace, self.shortlist = pace or PromptPace.of(decoder), shortlist
         self.clock = PassClock(decoder.device)
         self.num_rows = 0
 
     def seeing(
-        self, window: Window | None, feature_layers: tuple[int, ...] | None = None
+        self,
+        window: Window | None,
+        feature_layers: tuple[int, ...] | None = None,
+        seen: Iterable[int] | None = None,
     ) -> "Verifier":
         """The same model and cache for one request, which counts its own passes.
 
         Args:
             feature_layers: default: as here.
+            seen: tokens that have logits wherever the decoder leaves some out; None: it leaves
+                none out.
         """
         layers = self.feature_layers if feature_layers is None else feature_layers
-        return Verifier(self.name, self.decoder, self.cache, self.passes, window, layers, self.pace)
+        shortlist = None if seen is None else self.decoder.shortlist()
+        if shortlist is not None and seen is not None:
+            shortlist.add(seen)
+        given = self.name, self.decoder, self.cache, self.passes, window, layers, self.pace
+        return Verifier(*given, shortlist)
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""
@@ -132,7 +144,12 @@ class Verifier:
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, V] in the decoder's dtype."""
         with self.clock.running(num_passes=0):
-            return self.decoder.logits(states)
+            return _logits([self], [states])
+
+    def see(self, token_ids: Sequence[int]) -> None:
+        """Tokens that it may propose from now on."""
+        if self.shortlist is not None:
+            self.shortlist.add(token_ids)
 
     @property
     def states_width(self) -> int:
@@ -167,8 +184,10 @@ def read_together(
     rows = [verifier.rows_of(tokens) for verifier, tokens in zip(verifiers, read, strict=True)]
     ids: list[int] = []
     for verifier, tokens in zip(verifiers, read, strict=True):
-        ids += tokens.tokens if isinstance(tokens, DraftTree) else tokens
-        verifier.num_rows += len(tokens)
+        own = tokens.tokens if isinstance(tokens, DraftTree) else tokens
+        verifier.see(own)
+        verifier.num_rows += len(own)
+        ids += own
     with all_running([verifier.clock for verifier in verifiers]):
         states = first.decoder.forward(
             torch.tensor(ids, device=first.decoder.device),
@@ -187,20 +206,28 @@ def logits_together(
     Args:
         firsts: for each, the first row whose logits are asked for; None asks for none.
     """
-    asked = [part[first:] for part, first in zip(states, firsts, strict=True) if first is not None]
+    asked = [
+        (verifier, part[first:])
+        for verifier, part, first in zip(verifiers, states, firsts, strict=True)
+        if first is not None
+    ]
     if not asked:
         return [None] * len(states)
-    with all_running(
-        [
-            verifier.clock
-            for verifier, first in zip(verifiers, firsts, strict=True)
-            if first is not None
-        ],
-        num_passes=0,
-    ):
-        logits = verifiers[0].decoder.logits(torch.cat(asked))
-    found = iter(logits.split([len(part) for part in asked]))
+    asking, parts = zip(*asked, strict=True)
+    with all_running([verifier.clock for verifier in asking], num_passes=0):
+        logits = _logits(asking, parts)
+    found = iter(logits.split([len(part) for part in parts]))
     return [None if first is None else next(found) for first in firsts]
+
+
+def _logits(verifiers: Sequence[Verifier], states: Sequence[Tensor]) -> Tensor:
+    """Logits of the states of verifiers of one kind, one after the other."""
+    decoder = verifiers[0].decoder
+    rows = states[0] if len(states) == 1 else torch.cat(list(states))
+    shortlists = [verifier.shortlist for verifier in verifiers]
+    if not any(shortlists):
+        return decoder.logits(rows)
+    return decoder.listed_logits(rows, shortlists, [len(part) for part in states])
 
 
 @contextmanager

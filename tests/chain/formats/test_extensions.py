@@ -146,7 +146,7 @@ def test_memory_of_a_head_of_another_package(toy_chain: Path) -> None:
         if tensor.dim() == 2 and name != "embed_tokens.weight"
     )
     norms = num - matrices
-    assert rounded.members["draft"]["weights"] == round(matrices * (0.5 + 5 / 64)) + 2 * norms
+    assert rounded.members["draft"]["weights"] == round(matrices * (0.5 + 3 / 64)) + 2 * norms
 
 
 @pytest.mark.parametrize(

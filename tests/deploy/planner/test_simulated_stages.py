@@ -108,6 +108,9 @@ class FakeVerifier:
     def name(self) -> str:
         return NAMES[self.level]
 
+    def see(self, token_ids: list[int]) -> None:
+        """All tokens have logits."""
+
     def read(self, tokens: list[int]) -> torch.Tensor:
         return self._read(tokens, list(range(-1, len(tokens) - 1)))
 

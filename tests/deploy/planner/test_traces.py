@@ -32,6 +32,7 @@ from polybasic.deploy.runtime import load as loading
 from polybasic.deploy.runtime.hardware import hardware_name
 from polybasic.deploy.runtime.rounds.sampling import Sampling
 from polybasic.deploy.runtime.rounds.stages import HostStage, Stage
+from tests.deploy.noisy_chain import write_noisy_chain
 from tests.deploy.traces import after_first, count_passes, num_later, random_prompts
 
 NUM_TOKENS = 24
@@ -158,6 +159,31 @@ def test_simulated_blocks_are_those_of_real_answers(
         assert predicted == pytest.approx(num_later(measurements) / real, rel=1e-9)
         # greedy, models of random weights hardly ever agree; the noise is the same for both
         assert predicted > (1.2 if temperature else 1.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_rare_tokens_are_predicted_once_they_were_seen(
+    tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models that leave tokens out: two units of five are frequent."""
+    folder, sampling = write_noisy_chain(tmp_path, vocab_size=320), Sampling(temperature, seed=0)
+    plans = [
+        Plan(members=("target", "near"), tree=GRID_TREE, flush=FLUSH),
+        Plan(members=("target", "copy"), tree=GRID_TREE),
+    ]
+    found: list[list[float]] = []
+    for least in (1000, 1):
+        monkeypatch.setattr("polybasic.chain.kernels.shortlist._LEAST_VOCABULARY", least)
+        chain = load_chain(folder, dtype="float32", share_caches=False)
+        measurements = measure(chain, temperature)
+        predicted = [simulate(plan, measurements).tokens_per_pass["target"] for plan in plans]
+        for plan, tokens_per_pass in zip(plans, predicted, strict=True):
+            real = count_passes(chain, plan, PROMPTS, NUM_TOKENS, sampling)["target"]
+            assert tokens_per_pass == pytest.approx(num_later(measurements) / real, rel=1e-9)
+        found.append(predicted)
+    # greedy texts of random weights soon repeat themselves
+    if temperature:
+        assert all(whole > listed > 1 for whole, listed in zip(*found, strict=True))
 
 
 def test_simulated_lengths_are_those_of_sampled_answers(chain: Chain) -> None:

@@ -18,7 +18,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 10; }
+int polybasic_version() { return 11; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =
@@ -51,13 +51,13 @@ void polybasic_drafts(const Model* model, const DraftShape* shapes, int num, voi
         run_drafts<float>(*model, shapes, num, workspace, num_threads);
 }
 
-// `memory`: R * I * 19 / 16 + 48 floats.
+// `memory`: R * I * 19 / 16 + 48 floats. `lists`: see `Lists`.
 void polybasic_product(const Matrix* matrix, int element, const void* rows, void* out, int num_rows,
-                       float* memory, int num_threads) {
+                       float* memory, const uint8_t* const* lists, int num_threads) {
     if (element == kBfloat16)
-        run_product<Bfloat16>(*matrix, rows, out, num_rows, memory, num_threads);
+        run_product<Bfloat16>(*matrix, rows, out, num_rows, memory, lists, num_threads);
     else
-        run_product<float>(*matrix, rows, out, num_rows, memory, num_threads);
+        run_product<float>(*matrix, rows, out, num_rows, memory, lists, num_threads);
 }
 
 // `rows`: of a file, [own outputs][row_bytes].

@@ -24,7 +24,7 @@ void polybasic_pass(const Model* model, const Pass* pass, void* space, int num_t
 void polybasic_drafts(const Model* model, const DraftShape* shapes, int num, void* space,
                       int num_threads);
 void polybasic_product(const Matrix* matrix, int element, const void* rows, void* out, int num_rows,
-                       float* memory, int num_threads);
+                       float* memory, const uint8_t* const* lists, int num_threads);
 void polybasic_noise(const int64_t* key, const int64_t* positions, int num_positions, int num_tokens,
                      float* out, int num_threads);
 }
@@ -112,10 +112,10 @@ Matrix matrix_of(Random& random, const Case& one, int num_outputs, int num_input
         uint8_t* codes = allocate<uint8_t>(size / 2);
         for (size_t i = 0; i < size / 2; ++i) codes[i] = uint8_t(random.bits());
         const size_t groups = blocks * kLanes * matrix.num_groups();
-        float* scales = allocate<float>(groups);
+        uint16_t* scales = allocate<uint16_t>(groups);
         uint8_t* zeros = allocate<uint8_t>(groups);
         for (size_t i = 0; i < groups; ++i) {
-            scales[i] = 0.02f + 0.01f * random.number();
+            scales[i] = uint16_t((9 << 10) + (random.bits() & 0x3ff));  // float16, about 0.02
             zeros[i] = uint8_t(5 + random.bits() % 6);
         }
         matrix.weights = codes;
@@ -253,7 +253,7 @@ void run_products(const Case& one, int threads, const std::string& name) {
     for (int num : {1, 5, 24, kRows}) {
         for (int first = 0; first < kRows; first += num)
             polybasic_product(&matrix, one.element, static_cast<const char*>(rows) + first * in_bytes,
-                              out + first * out_bytes, std::min(num, kRows - first), memory, threads);
+                              out + first * out_bytes, std::min(num, kRows - first), memory, nullptr, threads);
         print(name + "/product/" + std::to_string(num), one.element, out, kRows * kOutputs);
     }
 }

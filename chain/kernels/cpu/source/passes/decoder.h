@@ -201,15 +201,19 @@ public:
     // blocks at a time, those of a thread from a multiple of `step` on.
     template <class Emit>
     void multiply(const Matrix& matrix, int unit, int num_rows, Emit emit, int step = 1) {
-        alignas(64) float tile[kMaxHeadBlocks * kRowsAtOnce * kLanes];
         const Range mine = share(matrix.num_blocks(), self_.number, self_.num_threads, step);
+        for (int block = mine.first; block < mine.end; block += unit)
+            multiply_blocks(matrix, {block, block + unit < mine.end ? block + unit : mine.end}, num_rows, emit);
+    }
+
+    // At most kMaxHeadBlocks of its blocks.
+    template <class Emit>
+    void multiply_blocks(const Matrix& matrix, Range blocks, int num_rows, Emit emit) const {
+        alignas(64) float tile[kMaxHeadBlocks * kRowsAtOnce * kLanes];
         const Chunks chunks{num_rows};
-        for (int block = mine.first; block < mine.end; block += unit) {
-            const Range blocks{block, block + unit < mine.end ? block + unit : mine.end};
-            for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
-                multiply_chunk(matrix, operand_, chunks, chunk, blocks, tile);
-                emit(blocks, chunks.first(chunk), chunks.size(chunk), tile);
-            }
+        for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
+            multiply_chunk(matrix, operand_, chunks, chunk, blocks, tile);
+            emit(blocks, chunks.first(chunk), chunks.size(chunk), tile);
         }
     }
 

@@ -23,6 +23,7 @@ struct DraftShape {
     void* const* caches;
     const void* state;          // [D], which the first level follows; or [L][D], of all positions
     const int64_t* token_ids;   // [V], or null if outputs are token ids
+    const uint8_t* list;        // of the units of outputs that can be drafted, or null: see `Lists`
     int64_t* tokens;            // [K + (L - 1) K K]
     float* scores;              // the same
     int64_t* beams;             // [L - 1][K]
@@ -131,9 +132,10 @@ private:
             const float* added = shape.added;
             if (added != nullptr) added += size_t(level) * model_.lm_head.num_outputs;
             for (int own = 0; own < shape.rows_of(level); ++own, ++row)
-                rows[row] = this->row_of(row, beam.best_of(self.number, own), added, shape.logit_scale);
+                rows[row] = this->row_of(row, beam.best_of(self.number, own), added, shape.logit_scale,
+                                         shape.list);
         });
-        this->score(forward, rows, num_rows, level == 0 && model_.head_kind == kNoHead);
+        this->score(forward, self, rows, num_rows, level == 0 && model_.head_kind == kNoHead);
     }
 
     // The candidates of a level: the best K tokens after each of its rows. If none scores enough, the

@@ -42,10 +42,10 @@ void run_drafts(const Model& model, const DraftShape* shapes, int num, Workspace
         run(Drafts<T>(model, shapes, num, space, num_threads));
 }
 
-// out [R][O] = x [R][I] times the matrix, both in T.
+// out [R][O] = x [R][I] times the matrix, both in T; `of_rows` as `Lists` has them.
 template <class T>
 void run_product(const Matrix& matrix, const void* rows, void* out, int num_rows, float* memory,
-                 int num_threads) {
+                 const uint8_t* const* of_rows, int num_threads) {
     const T* x = static_cast<const T*>(rows);
     T* y = static_cast<T*>(out);
     const size_t width = matrix.num_inputs, size = size_t(num_rows) * width;
@@ -55,6 +55,7 @@ void run_product(const Matrix& matrix, const void* rows, void* out, int num_rows
     operand.scales = memory + size;
     operand.sums = operand.scales + size / kLanes + kLanes;
     operand.half_sums = operand.sums + size / kLanes + kLanes;
+    const Lists lists(of_rows, num_rows, matrix.num_blocks());
     Team::run(num_threads, [&](Thread self) {
         fill_operand(matrix, operand, num_rows,
                      share(matrix.num_inputs, self.number, self.num_threads, matrix.step()),
@@ -62,33 +63,38 @@ void run_product(const Matrix& matrix, const void* rows, void* out, int num_rows
         self.wait();
         alignas(64) float tile[4 * kRowsAtOnce * kLanes];
         const int unit = matrix.num_blocks() >= 8 * self.num_threads ? 4 : 1;
-        const Range mine = share(matrix.num_blocks(), self.number, self.num_threads);
         const Chunks chunks{num_rows};
-        for (int block = mine.first; block < mine.end; block += unit) {
-            const Range blocks{block, block + unit < mine.end ? block + unit : mine.end};
+        lists.for_each_part(self, unit, 1, [&](Range blocks) {
             for (int chunk = 0; chunk < chunks.num_chunks(); ++chunk) {
-                const int rows_of_chunk = chunks.size(chunk);
                 multiply_chunk(matrix, operand, chunks, chunk, blocks, tile);
                 const float* from = tile;
                 for (int at = blocks.first; at < blocks.end; ++at)
-                    for (int row = 0; row < rows_of_chunk; ++row, from += kLanes) {
-                        T* to = y + size_t(chunks.first(chunk) + row) * matrix.num_outputs +
-                                at * kLanes;
-                        if ((at + 1) * kLanes <= matrix.num_outputs) {
+                    for (int i = 0; i < chunks.size(chunk); ++i, from += kLanes) {
+                        const int row = chunks.first(chunk) + i, column = at * kLanes;
+                        if (!lists.has(row, at)) continue;
+                        T* to = y + size_t(row) * matrix.num_outputs + column;
+                        if (column + kLanes <= matrix.num_outputs)
                             store(to, load(from));
-                        } else {
-                            for (int lane = 0; at * kLanes + lane < matrix.num_outputs; ++lane)
+                        else
+                            for (int lane = 0; column + lane < matrix.num_outputs; ++lane)
                                 round_to(to + lane, from[lane]);
-                        }
                     }
             }
-        }
+        });
+        T none;
+        round_to(&none, -INFINITY);
+        lists.for_each_other(num_rows, self, [&](int row, int unit) {
+            constexpr int kSize = Lists::kUnit * kLanes;
+            T* to = y + size_t(row) * matrix.num_outputs + unit * kSize;
+            std::fill_n(to, std::min(kSize, matrix.num_outputs - unit * kSize), none);
+        });
     });
 }
 
 #define POLYBASIC_INSTANTIATE(EXTERN, T)                                                           \
     EXTERN template void run_pass<T>(const Model&, const Pass&, Workspace&, int);                  \
     EXTERN template void run_drafts<T>(const Model&, const DraftShape*, int, Workspace&, int);     \
-    EXTERN template void run_product<T>(const Matrix&, const void*, void*, int, float*, int);
+    EXTERN template void run_product<T>(const Matrix&, const void*, void*, int, float*,            \
+                                         const uint8_t* const*, int);
 
 }  // namespace polybasic

@@ -35,13 +35,13 @@ public:
                 if (row % self.num_threads == self.number)
                     this->place_state(static_cast<const char*>(shape.state) + level * width, row);
                 rows[row] = this->row_of(row, one.best_of(self.number, level), added,
-                                         shape.logit_scale);
+                                         shape.logit_scale, shape.list);
             }
         }
         self.wait();
         const Input input{nullptr, nullptr, 0, num_rows_};
         Forward<T> forward(model_, input, space_, self);
-        this->score(forward, rows, num_rows_, false);
+        this->score(forward, self, rows, num_rows_, false);
         self.wait();
         for (size_t i = 0; i < growing_.size(); ++i)
             if (int(i) % self.num_threads == self.number) grow(growing_[i], self.num_threads);

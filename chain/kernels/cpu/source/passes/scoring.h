@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "passes/decoder.h"
+#include "passes/lists.h"
 
 namespace polybasic {
 
@@ -49,7 +50,7 @@ class Scoring {
 protected:
     // Blocks of sixteen outputs that have a sum of their own: what is added up in which order does not
     // depend on the threads.
-    static constexpr int kUnit = 4;
+    static constexpr int kUnit = Lists::kUnit;
 
     // A row whose candidates are looked for.
     struct Row {
@@ -58,6 +59,7 @@ protected:
         float scale;
         float* greatest;    // of each unit: the greatest logit,
         float* sums;        // and the sum of exponentials relative to it
+        const uint8_t* list;    // of the units that have logits, or null: see `Lists`
     };
 
     Scoring(const Model& model, Workspace& space, int most_rows) : model_(model), space_(space) {
@@ -81,20 +83,29 @@ protected:
 
     // This thread's share of the vocabulary, for rows of the residual stream. `are_normed`: the state
     // that a decoder's draft starts from is.
-    void score(Forward<T>& forward, const Row* rows, int num_rows, bool are_normed) const {
+    void score(Forward<T>& forward, const Thread& self, const Row* rows, int num_rows, bool are_normed) const {
+        const uint8_t* of_rows[kMaxRows];
+        for (int row = 0; row < num_rows; ++row) of_rows[row] = rows[row].list;
+        const Lists lists(of_rows, num_rows, model_.lm_head.num_blocks());
         forward.fill_final(num_rows, are_normed);
-        forward.multiply(model_.lm_head, kUnit, num_rows,
-                         [&](Range blocks, int first, int num, const float* tile) {
-                             for (int row = 0; row < num; ++row)
-                                 scan(rows[first + row], blocks, tile + row * kLanes, num * kLanes);
-                         },
-                         kUnit);
+        lists.for_each_part(self, kUnit, kUnit, [&](Range unit) {
+            forward.multiply_blocks(model_.lm_head, unit, num_rows,
+                                    [&](Range blocks, int first, int num, const float* tile) {
+                                        for (int row = 0; row < num; ++row, tile += kLanes)
+                                            if (lists.has(first + row, blocks.first))
+                                                scan(rows[first + row], blocks, tile, num * kLanes);
+                                    });
+        });
+        lists.for_each_other(num_rows, self, [&](int row, int unit) {
+            rows[row].greatest[unit] = -INFINITY;
+            rows[row].sums[unit] = 0.0f;
+        });
     }
 
-    Row row_of(int row, Best best, const float* added, float scale) const {
+    Row row_of(int row, Best best, const float* added, float scale, const uint8_t* list) const {
         best.clear();
         float* greatest = greatest_of(row);
-        return {best, added, scale, greatest, greatest + sums_stride_};
+        return {best, added, scale, greatest, greatest + sums_stride_, list};
     }
 
     // A row's logits in a unit of blocks; `tile` + i * stride are its values of block i.

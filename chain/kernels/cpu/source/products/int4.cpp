@@ -5,17 +5,17 @@
 namespace polybasic {
 namespace {
 
-// Float scales, and for each group of an output the code of a weight of zero.
+// Scales, and for each group of an output the code of a weight of zero.
 struct ScalesAndZeros {
     static constexpr size_t kUnits = 0;
     static constexpr bool kHasFactors = false;
-    const float* scales;
+    const uint16_t* scales;
     const int8_t* zeros;
     size_t num_groups;
 
     ScalesAndZeros(const Matrix& matrix, int, int block) : num_groups(matrix.num_groups()) {
         const size_t first = block * num_groups * kLanes;
-        scales = static_cast<const float*>(matrix.scales) + first;
+        scales = static_cast<const uint16_t*>(matrix.scales) + first;
         zeros = static_cast<const int8_t*>(matrix.offsets) + first;
     }
 
@@ -27,7 +27,7 @@ struct ScalesAndZeros {
 
     POLYBASIC_INLINE ScaleAndZero at(int block, size_t group, int lane) const {
         const size_t at = (block * num_groups + group) * kLanes + lane;
-        return {load_part<FloatPart>(scales + at),
+        return {load_halves(scales + at),
                 -__builtin_convertvector(load_bytes(zeros + at), FloatPart)};
     }
 };

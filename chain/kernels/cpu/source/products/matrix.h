@@ -51,8 +51,7 @@ struct Matrix {
     int32_t group_size;     // of codes: inputs of a row that share a scale, a multiple of 8
     int32_t zero;           // of kBlocks without offsets: the code of a weight of zero
     const void* weights;    // float [B][I][16]; bfloat16 [B][I / 2][16][2]; codes
-    const void* scales;     // float16 [B][I / 256][16] if there are factors; else [B][G][16]: float of
-                            // kInt4, float16 of kBlocks
+    const void* scales;     // float16 [B][G][16]; [B][I / 256][16] if there are factors
     const void* offsets;    // as the scales, added to the weights, or null; of kInt4 bytes, the codes of
                             // weights of zero
     const int8_t* factors;  // [B][G][2][16] of nested types, else null: what a group's scale, and its offset,
