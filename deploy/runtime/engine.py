@@ -293,7 +293,9 @@ class Engine:
         # a lossy rule looks at all that a model below the target thinks of, and a constraint may
         # leave rare tokens alone
         needs_all = plan.lossy is not None or request.constraint is not None
-        seen = None if needs_all else [*stop, *request.sampling.logit_bias]
+        named = [*stop, *request.sampling.logit_bias]
+        # ids that end an answer may lie outside of the vocabulary, where nothing is drawn
+        seen = None if needs_all else [token for token in named if token < self.models.vocab_size]
         verifiers = {
             name: slot.verifiers[name].seeing(
                 plan.windows.get(name), self._features(slot, name, request), seen
