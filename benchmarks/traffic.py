@@ -68,8 +68,7 @@ def member_pass(chain: Chain, name: str, context: int, rows: int) -> Moved:
     projection = decoder.weights.lm_head
     if not isinstance(projection, NativeLinear):
         return moved
-    num_bytes = sum(tensor.nbytes for tensor in projection.tensors)
-    return replace(moved, lm_head=num_bytes - decoder.bytes_left_out)
+    return replace(moved, lm_head=projection.num_bytes - decoder.bytes_left_out)
 
 
 def decoder_pass(
@@ -97,22 +96,23 @@ def decoder_pass(
 def member_draft(chain: Chain, name: str, context: int, depth: int, top_k: int) -> Moved:
     """All passes of a draft of a drafting member."""
     drafter = chain.engine.models.drafters[name]
-    weights, shortlist = drafter.weights, drafter.shortlist()
+    weights = drafter.weights
     config, itemsize = weights.config, weights.dtype.itemsize
     kind = chain.manifest.member(name).kind
     if not weights.is_head:
         return decoder_pass(config, kind, itemsize, context, top_k).times(depth)
     backend = backend_for(weights.device, weights.dtype, config)
-    return head_draft(
+    moved = head_draft(
         config,
         kind,
-        weights.num_draft_tokens if shortlist is None else shortlist.num_tokens,
+        weights.num_draft_tokens,
         itemsize,
         context,
         depth,
         top_k,
         backend.rounds_drafts(config.hidden_size),
     )
+    return replace(moved, lm_head=moved.lm_head - depth * drafter.bytes_left_out)
 
 
 def head_draft(

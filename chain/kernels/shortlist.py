@@ -53,11 +53,6 @@ class Shortlist:
         """Of the vocabulary, 0 to 1."""
         return float(self.units.mean())
 
-    @property
-    def num_tokens(self) -> int:
-        """Listed, in whole units."""
-        return int(self.units.sum()) * UNIT_TOKENS
-
 
 def addresses(shortlists: Sequence[Shortlist | None], num_rows: Sequence[int]) -> np.ndarray:
     """Where the list of each row lies, 0 for none, uint64 [R]; each sequence has so many rows."""

@@ -185,13 +185,13 @@ class CpuExecutor(Executor):
         return logits_of(self.weights, states)
 
     def shortlist(self) -> Shortlist | None:
-        weights = self.weights
-        # a soft cap would make numbers of minus infinity
-        drafts_all = weights.draft_token_ids is None and (weights.is_checked or weights.is_head)
-        if not drafts_all or weights.logit_softcap is not None:
+        weights, size = self.weights, self.config.vocab_size
+        if not (weights.is_checked or weights.is_head) or weights.draft_token_ids is not None:
             return None
-        size = self.config.vocab_size
-        return Shortlist(size) if Shortlist.pays(size) else None
+        # a soft cap would make numbers of minus infinity
+        if weights.logit_softcap is not None or not Shortlist.pays(size):
+            return None
+        return Shortlist(size)
 
     @property
     def bytes_left_out(self) -> int:
@@ -199,7 +199,7 @@ class CpuExecutor(Executor):
         if shortlist is None:
             return 0
         assert isinstance(lm_head, NativeLinear), "in this layout"
-        return round((1 - shortlist.share) * sum(tensor.nbytes for tensor in lm_head.tensors))
+        return round((1 - shortlist.share) * lm_head.num_bytes)
 
     def listed_logits(
         self, states: Tensor, shortlists: Sequence[Shortlist | None], num_rows: Sequence[int]

@@ -87,6 +87,11 @@ class NativeLinear:
         own = [tensor for tensor in self._tensors if tensor is not None]
         return own if self.rest is None else own + self.rest.tensors
 
+    @property
+    def num_bytes(self) -> int:
+        """Of these tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
     def __call__(self, x_RI: Tensor, lists: np.ndarray | None = None) -> Tensor:
         """The product.
 

@@ -120,10 +120,10 @@ class Verifier:
         """
         layers = self.feature_layers if feature_layers is None else feature_layers
         shortlist = None if seen is None else self.decoder.shortlist()
-        if shortlist is not None and seen is not None:
-            shortlist.add(seen)
         given = self.name, self.decoder, self.cache, self.passes, window, layers, self.pace
-        return Verifier(*given, shortlist)
+        made = Verifier(*given, shortlist)
+        made.see(seen or ())
+        return made
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """States [R, W] of consecutive tokens; their rows are provisional."""
@@ -146,7 +146,7 @@ class Verifier:
         with self.clock.running(num_passes=0):
             return _logits([self], [states])
 
-    def see(self, token_ids: Sequence[int]) -> None:
+    def see(self, token_ids: Iterable[int]) -> None:
         """Tokens that it may propose from now on."""
         if self.shortlist is not None:
             self.shortlist.add(token_ids)

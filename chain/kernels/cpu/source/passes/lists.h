@@ -21,9 +21,14 @@ public:
         std::vector<const uint8_t*> different;
         for (int row = 0; lists != nullptr && row < num_rows; ++row)
             if (row == 0 || lists[row] != lists[row - 1]) different.push_back(lists[row]);
-        if (std::count(different.begin(), different.end(), nullptr) > 0) different.clear();
+        if (different.size() == 1 && different[0] == nullptr) lists_ = nullptr;
+        if (lists_ == nullptr || std::count(different.begin(), different.end(), nullptr) > 0) {
+            spans_ = {{0, num_blocks}};
+            total_ = num_blocks;
+            return;
+        }
         for (int unit = 0; unit < num_units_; ++unit) {
-            bool is_asked = different.empty();
+            bool is_asked = false;
             for (const uint8_t* list : different) is_asked |= list[unit] != 0;
             if (!is_asked) continue;
             const int first = unit * kUnit, end = std::min(first + kUnit, num_blocks);
@@ -57,7 +62,8 @@ public:
     template <class Work>
     void for_each_other(int num_rows, const Thread& self, Work work) const {
         const Range units = share(num_units_, self.number, self.num_threads);
-        for (int row = 0; lists_ != nullptr && row < num_rows; ++row)
+        if (lists_ == nullptr) return;
+        for (int row = 0; row < num_rows; ++row)
             for (int unit = units.first; unit < units.end; ++unit)
                 if (!has(row, unit * kUnit)) work(row, unit);
     }
