@@ -14,13 +14,16 @@ UNIT_TOKENS = 64
 _MOST_FREQUENT = 49152
 _LEAST_VOCABULARY = 16384
 """Of a smaller one all tokens have logits."""
+_MOST_NEW, _SEEN_FOR_NEW = 2, 16
+"""A text with more new units than so many, and one for so many tokens, soon needs others."""
 
 
 class Shortlist:
     """The frequent tokens of a vocabulary, and those that a sequence has seen.
 
     Frequent are those with low ids: vocabularies are in the order in which they were merged (BPE),
-    or of their probabilities. A rare one that is seen often comes again.
+    or of their probabilities. A rare one that is seen often comes again. Where one new one comes
+    after the other, as in texts of other scripts than most, all tokens are listed from then on.
 
     Args:
         vocab_size: tokens in all.
@@ -34,6 +37,7 @@ class Shortlist:
         self.units = np.zeros(-(-vocab_size // UNIT_TOKENS), np.uint8)
         self.units[: min(vocab_size // 2, _MOST_FREQUENT) // UNIT_TOKENS] = 1
         self.address = self.units.ctypes.data
+        self._num_seen = self._num_new = 0
 
     @staticmethod
     def pays(vocab_size: int) -> bool:
@@ -46,7 +50,16 @@ class Shortlist:
     def add(self, tokens: Iterable[int]) -> None:
         """Tokens that the sequence has seen."""
         for token in tokens:
-            self.units[token // UNIT_TOKENS] = 1
+            self._num_seen += 1
+            if token not in self:
+                self._num_new += 1
+                self.units[token // UNIT_TOKENS] = 1
+        if self._num_new > _MOST_NEW + self._num_seen / _SEEN_FOR_NEW:
+            self.units[:] = 1
+
+    def left_out(self, vocab_size: int) -> np.ndarray:
+        """Whether each token is not listed, bool [V]."""
+        return np.repeat(self.units == 0, UNIT_TOKENS)[:vocab_size]
 
     @property
     def share(self) -> float:

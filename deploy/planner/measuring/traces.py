@@ -18,7 +18,6 @@ from torch import Tensor
 from polybasic.chain.formats.plan import Ngram, Plan, Rule, Tree, Window
 from polybasic.chain.kernels.drafts import ABSENT, DraftTree
 from polybasic.chain.kernels.product_times import name_of
-from polybasic.chain.kernels.shortlist import UNIT_TOKENS
 from polybasic.deploy.planner.measuring.answers import (
     MIN_TOKENS,
     Calibration,
@@ -271,15 +270,12 @@ def _logits(
     verifier: Verifier, states: Tensor, prompt: Sequence[int], answer: Sequence[int]
 ) -> Tensor:
     """Logits [N, V] before each token of the answer, as a round has them that saw none after it."""
-    logits = verifier.seeing(None, None, [*prompt, *answer]).logits(states)
-    seen = verifier.decoder.shortlist()
+    logits, seen = verifier.logits(states), verifier.decoder.shortlist()
     if seen is not None:
         seen.add(prompt)
-        for place, token in enumerate(answer):
-            if token not in seen:
-                first = token // UNIT_TOKENS * UNIT_TOKENS
-                logits[: place + 1, first : first + UNIT_TOKENS] = -torch.inf
-                seen.add([token])
+        for row, token in zip(logits, answer, strict=True):
+            row[torch.from_numpy(seen.left_out(len(row)))] = -torch.inf
+            seen.add([token])
     return logits
 
 

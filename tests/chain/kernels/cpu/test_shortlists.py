@@ -150,3 +150,17 @@ def test_a_list_has_what_is_frequent_and_what_was_seen() -> None:
     assert 448 in shortlist, "listed in units"
     assert 600 not in shortlist
     assert shortlist.share == (7 + 2) / 16
+    assert shortlist.left_out(1000).tolist() == [token not in shortlist for token in range(1000)]
+
+
+def test_texts_that_need_ever_more_rare_tokens_get_all() -> None:
+    rare = range(100 * UNIT_TOKENS, 120 * UNIT_TOKENS, UNIT_TOKENS)
+    few, many = Shortlist(200 * UNIT_TOKENS), Shortlist(200 * UNIT_TOKENS)
+    for token in rare:
+        few.add([token, *range(17)])
+        many.add([token, *range(11)])
+    assert few.share == (100 + 20) / 200
+    assert many.share == 1.0
+    at_once = Shortlist(200 * UNIT_TOKENS)
+    at_once.add(rare)
+    assert at_once.share == 1.0
