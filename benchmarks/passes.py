@@ -194,7 +194,8 @@ def pass_of(
 
 def _host_pass(verifier: Verifier, context: int, rows: int) -> Callable[[], None]:
     """The pass, with all that a round makes of it."""
-    tokens = torch.randint(0, verifier.decoder.config.vocab_size, (rows,)).tolist()
+    # frequent ones, as texts have
+    tokens = torch.randint(0, verifier.decoder.config.vocab_size // 8, (rows,)).tolist()
     prefixes = Prefixes(tokens[:1], [tokens[1:end] for end in range(1, rows + 1)])
     sampler = make_sampler(Sampling(temperature=0.0), verifier.decoder.device, 1)
     verifier.cache.fill(context)
