@@ -66,6 +66,12 @@ class DraftTree:
         num_copied = sum(row >= num_drafted for row in row_of)
         return DraftTree(tokens, parents, self.proposer, num_copied)
 
+    def after(self, tokens: list[int]) -> "DraftTree":
+        """The tree behind a path of tokens, of which the last one is the root's parent."""
+        num = len(tokens)
+        parents = [*range(-1, num), *(parent + num for parent in self.parents[1:])]
+        return DraftTree([*tokens, *self.tokens], parents, self.proposer, self.num_copied)
+
     def best_path(self) -> list[int]:
         """Rows from the root down, each the first child of the one before: the most probable."""
         path, children = [0], self.children()

@@ -27,19 +27,21 @@ The uniforms belong to positions: any two plans get the same one at the same pos
 import math
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 
 from polybasic.chain.base.errors import UserError
-from polybasic.chain.formats.plan import MAX_TREE_ROWS, Flush, Ngram, Plan, Rule, Tree
+from polybasic.chain.formats.plan import MAX_TREE_ROWS, Ngram, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import Counts
-from polybasic.deploy.planner.ahead import PlayedBlock
 from polybasic.deploy.planner.measuring.measurements import Measurements, Values, num_candidates
 from polybasic.deploy.planner.prediction import Played, Predicted, predict
-from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing
+from polybasic.deploy.planner.simulated_stages import (
+    SimulatedBlockStage,
+    SimulatedTreeStage,
+    TreeRounds,
+)
 
 NUM_DRAWS = 4
 """How often traces are simulated, each time with other uniforms, where draws are independent."""
@@ -123,21 +125,21 @@ class Simulator:
         stages = self._stages(plan, names, drafter)
         for draw in range(self.num_draws):
             for name, below, stage in zip(names, names[1:], stages, strict=False):
-                assert isinstance(stage, _BlockStage)
+                assert isinstance(stage, SimulatedBlockStage)
                 stage.extents = self._extents(name, below, plan.rule, draw)
             for (start, end), limit in zip(self.spans, self.limits, strict=True):
                 stages[0].begin(start + 1, end, limit)
                 stages[0].propose(start + 1, limit, None, limit)
         tree, root = stages[-1], stages[0]
-        assert isinstance(tree, _TreeStage)
+        assert isinstance(tree, SimulatedTreeStage)
         return Played(
-            blocks=tuple(root.blocks) if isinstance(root, _BlockStage) else (),
+            blocks=tuple(root.blocks) if isinstance(root, SimulatedBlockStage) else (),
             rows={name: stage.rows_read() for name, stage in zip(names, stages, strict=True)},
             gained={name: stage.num_gained() for name, stage in zip(names, stages, strict=True)},
             proposed={
                 name: stage.num_proposed
                 for name, stage in zip(names, stages, strict=False)
-                if isinstance(stage, _BlockStage)
+                if isinstance(stage, SimulatedBlockStage)
             },
             num_tokens=(len(self._ends) - len(self.spans)) * self.num_draws,
             num_drafts=np.bincount(tree.rounds.depths[np.array(tree.visited, dtype=np.int64)]),
@@ -160,25 +162,28 @@ class Simulator:
 
     def _stages(
         self, plan: Plan, names: list[str], drafter: str | None
-    ) -> list["_TreeStage | _BlockStage"]:
+    ) -> list[SimulatedTreeStage | SimulatedBlockStage]:
         """From the root down."""
         innermost = names[-1]
         rounds = self._memo(
             ("tree", innermost, len(names) - 1, drafter, plan.tree, plan.ngram),
             lambda: self._tree_rounds(innermost, len(names) - 1, drafter, plan.tree, plan.ngram),
         )
-        stages: list[_TreeStage | _BlockStage] = [_TreeStage(rounds)]
+        reads_with_tree = drafter is None and not self.measurements.captures_rounds
+        stages: list[SimulatedTreeStage | SimulatedBlockStage] = [
+            SimulatedTreeStage(rounds, reads_with_tree)
+        ]
         owner = self.measurements.shares_cache
         for above, below in reversed(list(pairwise(names))):
             shares_cache = owner[above] == owner[below]
-            stage = _BlockStage(stages[0], plan.flush[above], shares_cache)
+            stage = SimulatedBlockStage(stages[0], plan.flush[above], shares_cache)
             stage.confidence, stage.own_confidence = self._confidences(below)
             stages.insert(0, stage)
         return stages
 
     def _tree_rounds(
         self, name: str, level: int, drafter: str | None, tree: Tree, ngram: Ngram | None
-    ) -> "_TreeRounds":
+    ) -> TreeRounds:
         """The gain and cost of a round of the innermost stage, at each position."""
         # A stage may gain all that remains but one token for each stage above it.
         positions = np.arange(len(self._ends))
@@ -216,7 +221,7 @@ class Simulator:
             own_accepted = np.where(is_copied, copied, own_accepted)
         longest = np.minimum(headroom + 1, self._ends - positions)
         gains, own_gains = (np.minimum(counts + 1, longest) for counts in (accepted, own_accepted))
-        return _TreeRounds(gains.tolist(), own_gains.tolist(), rows, depths)
+        return TreeRounds(gains.tolist(), own_gains.tolist(), rows, depths)
 
     def _behind(
         self,
@@ -349,150 +354,3 @@ def log_ratios(proposer: Values, verifier: Values) -> Values:
         ratios = np.log(proposer) - np.log(verifier)
     ratios = np.where(verifier > 0, ratios, np.where(proposer > 0, _LOG_NEVER, 0.0))
     return np.maximum(ratios, _LOG_NEVER)
-
-
-@dataclass(frozen=True)
-class _TreeRounds:
-    """Rounds of the innermost stage, by the position where they begin.
-
-    Attributes:
-        gains: tokens gained where the walk stays on y.
-        own_gains: tokens gained where it leaves y.
-        rows: of the verification pass.
-        depths: passes of the drafter.
-    """
-
-    gains: list[int]
-    own_gains: list[int]
-    rows: Counts
-    depths: Counts
-
-
-_WantsMore = Callable[[int, int], bool]
-"""Positions where a round began and ended -> whether another one is to follow."""
-
-
-class _TreeStage:
-    """Simulates `polybasic.deploy.runtime.rounds.stages.TreeStage`."""
-
-    def __init__(self, rounds: _TreeRounds) -> None:
-        self.rounds = rounds
-        self.visited: list[int] = []  # where rounds began
-        self._num_gained = 0
-        self.catch_up_rows: list[int] = []
-        self._read = 0  # position up to which the cache holds the sequence
-        self._end = 0
-
-    def begin(self, start: int, end: int, limit: int) -> None:
-        # The last token of the prompt has not been read yet.
-        self._read, self._end = start - 1, end
-
-    def propose(
-        self, position: int, goal: int, wants_more: _WantsMore | None, divergence: int
-    ) -> int:
-        if position - 1 > self._read:
-            self.catch_up_rows.append(position - 1 - self._read)
-        gains, own_gains, visited = self.rounds.gains, self.rounds.own_gains, self.visited
-        goal = min(goal, self._end)
-        while position < goal:
-            visited.append(position)
-            begun, gain = position, gains[position]
-            if position + gain > divergence:
-                # The walk leaves y there and goes on along the model's own tokens.
-                gain = max(divergence + 1 - position, own_gains[position])
-            position += gain
-            self._num_gained += gain
-            if wants_more is not None and not wants_more(begun, position):
-                break
-        self._read = position - 1
-        return position
-
-    def resolve(self, length: int, was_read: bool) -> None:
-        self._read = length if was_read else min(self._read, length)
-
-    def rows_read(self) -> tuple[Counts, Counts]:
-        """Rows of passes, and how many passes had so many."""
-        rows = [self.rounds.rows[self.visited], np.array(self.catch_up_rows, dtype=np.int64)]
-        return np.unique(np.concatenate(rows), return_counts=True)
-
-    def num_gained(self) -> int:
-        return self._num_gained
-
-
-class _BlockStage:
-    """Simulates `polybasic.deploy.runtime.rounds.stages.BlockStage`."""
-
-    extents: list[int]
-    confidence: list[float]
-    own_confidence: list[float]
-
-    def __init__(self, below: "_TreeStage | _BlockStage", flush: Flush, shares_cache: bool) -> None:
-        self.below, self.flush, self.shares_cache = below, flush, shares_cache
-        self.num_proposed = 0
-        self.blocks: list[PlayedBlock] = []
-        self._is_first = True
-        self._flush_length = flush.length
-        self._flushing: AdaptiveFlushing | None = None
-        self._rows: list[int] = []
-        self._num_gained = 0
-        self._read = self._end = self._limit = self._divergence = 0
-
-    def begin(self, start: int, end: int, limit: int) -> None:
-        self._is_first = True
-        # The stage adds one token to the gain of the stage below.
-        self._read, self._end, self._limit = start - 1, end, limit - 1
-        if self.flush.adaptive is not None:
-            self._flushing = AdaptiveFlushing(self.flush.adaptive)
-        self.below.begin(start, end, limit - 1)
-
-    def propose(
-        self, position: int, goal: int, wants_more: _WantsMore | None, divergence: int
-    ) -> int:
-        goal = min(goal, self._end)
-        while position < goal:
-            begun, position = position, self._round(position, divergence)
-            if wants_more is not None and not wants_more(begun, position):
-                break
-        return position
-
-    def resolve(self, length: int, was_read: bool) -> None:
-        self._read = length if was_read else min(self._read, length)
-        self.below.resolve(length, was_read and self.shares_cache)
-
-    def _round(self, position: int, divergence_above: int) -> int:
-        goal = min(position + self._flush_length, self._limit)
-        self._divergence = position + self.extents[position]
-        divergence = min(self._divergence, divergence_above)
-        if self._flushing is None:
-            reached = self.below.propose(position, goal, None, divergence)
-        else:
-            self._flushing.begin_block()
-            reached = self.below.propose(position, goal, self._wants_more, divergence)
-        kept = min(self._divergence, reached)
-        if self._flushing is not None:
-            self._flushing.learn(kept - position)
-        self.num_proposed += reached - position
-        self._rows.append(reached - self._read)
-        is_foreseen = self._divergence > reached
-        self.blocks.append(PlayedBlock(self._rows[-1], is_foreseen, self._is_first))
-        self._is_first = False
-        # Nothing follows a stop token that is kept.
-        stands = min(kept + 1, self._end)
-        self._num_gained += stands - position
-        self._read = stands - 1
-        self.below.resolve(stands - 1, self.shares_cache)
-        return stands
-
-    def _wants_more(self, begun: int, reached: int) -> bool:
-        assert self._flushing is not None
-        divergence = min(max(self._divergence, begun), reached)
-        return self._flushing.wants_more(
-            self.confidence[begun:divergence] + self.own_confidence[divergence:reached]
-        )
-
-    def rows_read(self) -> tuple[Counts, Counts]:
-        """Rows of passes, and how many passes had so many."""
-        return np.unique(np.array(self._rows, dtype=np.int64), return_counts=True)
-
-    def num_gained(self) -> int:
-        return self._num_gained

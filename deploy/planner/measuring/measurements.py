@@ -186,6 +186,7 @@ class Measurements:
         message_seconds: of a block that goes over it, beside the link and the pass.
         least_probabilities: of candidates, that `AcceptanceTrace.likely` counts.
         is_optimistic: whether those below go on while its answer is under way.
+        captures_rounds: whether rounds stay on the device, where trees are read by themselves.
     """
 
     hardware: str
@@ -205,6 +206,7 @@ class Measurements:
     message_seconds: float = 0.0
     least_probabilities: tuple[float, ...] = ()
     is_optimistic: bool = False
+    captures_rounds: bool = False
 
     @property
     def is_random(self) -> bool:
@@ -255,6 +257,7 @@ class Measurements:
             "message_seconds": self.message_seconds,
             "least_probabilities": list(self.least_probabilities),
             "is_optimistic": self.is_optimistic,
+            "captures_rounds": self.captures_rounds,
         }
 
     @classmethod
@@ -278,6 +281,7 @@ class Measurements:
             message_seconds=content["message_seconds"],
             least_probabilities=tuple(content["least_probabilities"]),
             is_optimistic=content["is_optimistic"],
+            captures_rounds=content["captures_rounds"],
         )
 
 

@@ -139,6 +139,7 @@ def measure(calibration: Calibration, budget: Budget, say: Callable[[str], None]
             traces=[of_answer[place] for of_answer in traces],
             rules=rules,
             least_probabilities=calibration.grid.least_probabilities,
+            captures_rounds=engine.captures_rounds,
             **_costs_of(costs[place]),
         )
         for place, rules in enumerate(calibration.rules)

@@ -27,6 +27,9 @@ from polybasic.deploy.runtime.rounds.sampling import Joiner, Prefixes, Sampler
 from polybasic.deploy.runtime.rounds.stopping import cut_at_end
 from polybasic.deploy.runtime.rounds.verifier import Verifier
 
+FEW_UNREAD = 4
+"""Tokens that cost little in the pass over a tree, and a pass of its own as much as one."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -260,8 +263,14 @@ class BaseTreeStage(Stage):
     def propose(
         self, num_tokens: int, limit: int, flushing: Flushing | None = None
     ) -> Passes[Block]:
-        yield from self.catch_up()
+        if not self._reads_with_tree:
+            yield from self.catch_up()
         return (yield from super().propose(num_tokens, limit, flushing))
+
+    @property
+    def _reads_with_tree(self) -> bool:
+        """Whether a pass over a tree reads what the cache lacks of the tokens before it, too."""
+        return False
 
     def resolve(self, length: int, next_token: int, states: Tensor | None = None) -> None:
         cache = self.verifier.cache
@@ -313,21 +322,32 @@ class HostStage(Stage):
 class TreeStage(HostStage, BaseTreeStage):
     """A tree stage whose trees and draws are on the host."""
 
+    @property
+    def _reads_with_tree(self) -> bool:
+        drafter, num_unread = self.drafter, len(self.tokens) - 1 - self.num_read
+        drafts_by_model = drafter.clock is not None or drafter.num_observed is not None
+        return num_unread <= FEW_UNREAD and not drafts_by_model
+
     def _draft(self, limit: int) -> Passes[DraftTree]:
         return (yield from draft(self.drafter, self.tokens, limit - 1, self.sampler.constraint))
 
     def _verify(self, tree: DraftTree, limit: int) -> Passes[Round]:
         draws = Draws(self.sampler, Prefixes(self.tokens, tree.paths()))
-        read = yield VerifierPass(self.verifier, tree, draws=draws)
+        unread = self.tokens[self.num_read : -1]
+        num_unread = len(unread)
+        rows: list[int] | DraftTree = tree.after(unread)
+        if len(tree) == 1:
+            rows = [*unread, *tree.tokens]
+        read = yield VerifierPass(self.verifier, rows, num_unread, draws=draws)
         distributions = read.distributions()
         walked, last_token = walk(tree, lambda row: self.sampler.draw(distributions, row))
         drawn = [*(tree.tokens[row] for row in walked[1:]), last_token]
         gained, _ = cut_at_end(drawn, limit, self.stop_tokens)
         path = walked[: len(gained)]
-        self.verifier.cache.keep(path)
+        self.verifier.cache.keep([*range(num_unread), *(num_unread + row for row in path)])
         # a device gathers no rows that lie together
         kept = slice(len(path)) if path[-1] < len(path) else path
-        self._commit(gained, read.states[kept])
+        self._commit(gained, read.states[num_unread:][kept])
         first_copied = len(tree) - tree.num_copied
         num_copied = sum(row >= first_copied for row in path)
         self._count(tree.proposer, first_copied - 1, len(path) - 1 - num_copied)

@@ -14,9 +14,10 @@ import torch
 from polybasic.chain.formats.plan import AdaptiveFlush, Flush, Plan, Rule, Tree
 from polybasic.chain.kernels.drafts import DraftTree
 from polybasic.chain.kernels.noise import gumbel_noise, noise_key
-from polybasic.deploy.planner import simulation
 from polybasic.deploy.planner.measuring.measurements import AcceptanceTrace, Measurements
+from polybasic.deploy.planner.simulated_stages import SimulatedTreeStage
 from polybasic.deploy.planner.simulation import Simulator, simulate
+from polybasic.deploy.runtime.drafters.interface import NoDrafter
 from polybasic.deploy.runtime.rounds.pace import PromptPace
 from polybasic.deploy.runtime.rounds.passes import alone
 from polybasic.deploy.runtime.rounds.sampling import (
@@ -140,6 +141,7 @@ class FakeDrafter:
     level: int
     depth: int
     noise: TableNoise | None = None
+    clock: None = None
     num_observed: int = 0
     passes: int = 0
 
@@ -182,7 +184,7 @@ class Case:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.plan.members[:-1]
+        return tuple(name for name in self.plan.members if name != "draft")
 
     def run(self, sampler: Any) -> tuple[list[int], dict[str, Counter[int]], int]:
         """The answer, each verifier's passes by rows, and the passes of the drafter."""
@@ -192,7 +194,7 @@ class Case:
             for level, name in enumerate(self.names)
         }
         innermost = self.names[-1]
-        drafter = self._drafter(sampler)
+        drafter = self._drafter(sampler) if "draft" in self.plan.members else NoDrafter()
         stage: Stage = TreeStage(verifiers[innermost], drafter, sampler)  # type: ignore[arg-type]
         for name in reversed(self.names[:-1]):
             stage = BlockStage(verifiers[name], stage, sampler, self.plan.flush[name])  # type: ignore[arg-type]
@@ -205,7 +207,7 @@ class Case:
         return (
             tokens,
             {name: verifier.passes for name, verifier in verifiers.items()},
-            drafter.passes,
+            drafter.passes if isinstance(drafter, FakeDrafter) else 0,
         )
 
     def measure(self, answers: list[list[int]], sampler: Any) -> Measurements:
@@ -274,13 +276,14 @@ def random_case(seed: int, is_adaptive: bool = False) -> Case:
         return Flush(length=chance.randint(1, 9), adaptive=adaptive if is_adaptive else None)
 
     names = NAMES[:num_levels]
+    drafters = () if chance.random() < 0.5 else ("draft",)
     world = World(
         parts,
         [chance.randint(0, depth) for _ in places],
         [chance.uniform(1.0, 6.0) for _ in places],
     )
     plan = Plan(
-        members=(*names, "draft"),
+        members=(*names, *drafters),
         tree=Tree(depth=depth, top_k=1, rows=depth + 1),
         flush={name: flush() for name in names[:-1]},
     )
@@ -301,7 +304,7 @@ def compare(case: Case) -> tuple[dict[str, Counter[int]], dict[str, Counter[int]
         for name, stage in zip(case.names, stages, strict=True)
     }
     served["draft"] = Counter({1: num_drafts})
-    played["draft"] = Counter({1: round(predicted.passes["draft"] * (case.num_tokens - 1))})
+    played["draft"] = Counter({1: round(predicted.passes.get("draft", 0) * (case.num_tokens - 1))})
     return served, played
 
 
@@ -338,7 +341,17 @@ def forget_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(self: Any, length: int, was_read: bool) -> None:
         self._read = length
 
-    monkeypatch.setattr(simulation._TreeStage, "resolve", resolve)
+    monkeypatch.setattr(SimulatedTreeStage, "resolve", resolve)
+
+
+def read_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = SimulatedTreeStage.begin
+
+    def begin_apart(self: Any, *arguments: int) -> None:
+        self.reads_with_tree = False
+        begin(self, *arguments)
+
+    monkeypatch.setattr(SimulatedTreeStage, "begin", begin_apart)
 
 
 def keep_one_token_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +372,9 @@ def forget_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Simulator, "_tree_rounds", unlimited)
 
 
-@pytest.mark.parametrize("change", [forget_catching_up, keep_one_token_less, forget_limits])
+@pytest.mark.parametrize(
+    "change", [forget_catching_up, read_by_itself, keep_one_token_less, forget_limits]
+)
 def test_a_wrong_simulation_is_noticed(
     change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,19 +127,27 @@ def test_improbable_candidates_are_neither_verified_nor_drafted_after() -> None:
         simulate(other, again)
 
 
-@pytest.mark.parametrize(("shares", "catch_up"), [(True, 0.0), (False, 1.0)])
-def test_blocks_over_single_tokens(shares: bool, catch_up: float) -> None:
+@pytest.mark.parametrize(
+    ("shares", "captures", "catch_up"), [(True, False, 0.0), (False, False, 0.1), (False, True, 1)]
+)
+def test_blocks_over_single_tokens(shares: bool, captures: bool, catch_up: float) -> None:
     # 0: block of 2 kept whole, 3 tokens. 3: block of 2, refused at once, 1 token. 4: two tokens
     # are left, so the block has 1, which is kept.
     trace = make_trace({"a": [1] * 6, "b": [1, 1, 1, 0, 1, 1]})
     shares_cache = {"a": "a", "b": "a" if shares else "b"}
     plan = Plan(members=("a", "b"), tree=LEAST, flush={"a": Flush(length=2)})
     overhead = {"a": 100.0, "b": 1e6}
-    measured = make_measurements(trace, shares_cache=shares_cache, block_overhead_seconds=overhead)
+    measured = make_measurements(
+        trace,
+        shares_cache=shares_cache,
+        block_overhead_seconds=overhead,
+        captures_rounds=captures,
+    )
     predicted = simulate(plan, measured)
     assert predicted.overhead_seconds * 6 == pytest.approx(3 * 100)
     assert predicted.seconds_by_member["a"] * 6 == pytest.approx(12 + 12 + 11)
-    # After the block that was kept whole the lower model reads its last token into its own cache.
+    # After the block that was kept whole the lower model reads its last token into its own cache,
+    # in the pass that goes on from there, where that stays on the host.
     assert predicted.seconds_by_member["b"] * 6 == pytest.approx(5 + catch_up)
     assert predicted.block_tokens["a"] == pytest.approx(5 / 3)
     assert predicted.tokens_per_pass["a"] == 2
