@@ -13,13 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
-    "chain": 30_265,
-    "deploy": 33_925,
+    "chain": 30_270,
+    "deploy": 33_975,
     "quantize": 1_400,
     "recipes": 8_670,
     "train": 9_085,
     "benchmarks": 8_910,
-    "tests": 67_545,
+    "tests": 67_650,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from polybasic.chain.formats.plan import Flush
 from polybasic.chain.kernels.drafts import Counts
-from polybasic.deploy.planner.ahead import PlayedBlock
+from polybasic.deploy.planner.prediction import PlayedBlock
 from polybasic.deploy.runtime.rounds.flushing import AdaptiveFlushing
 from polybasic.deploy.runtime.rounds.stages import FEW_UNREAD
 

@@ -12,7 +12,7 @@ from polybasic.chain.kernels.cpu.native import native_library
 from polybasic.chain.kernels.cpu.openmp import openmp_functions
 from polybasic.chain.kernels.environment import kernels_wanted
 
-_VERSION = 11
+_VERSION = 12
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 """Element types of source/products/matrix.h and source/passes/decoder.h."""
 
@@ -131,6 +131,40 @@ class Kernels:
         """
         return self._drawn(logits, [0.0] * 4, None, None)
 
+    def shares(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        warping: Sequence[float] = (0.0,) * 4,
+        key: Tensor | None = None,
+        positions: Sequence[int] = (),
+    ) -> list[float]:
+        """The probability of each of the tokens in the softmax of its row.
+
+        Tokens of the row that are too improbable to add a hundredth, all together, are left out.
+
+        Args:
+            logits: [R, V].
+            key: default: the softmax of the logits; with one that of what `draw` takes the largest
+                of, for which `warping` and `positions` are as there.
+        """
+        logits = (logits if logits.dtype in ELEMENTS else logits.float()).contiguous()
+        num, places = len(rows), [positions[row] if positions else 0 for row in rows]
+        shares = (ctypes.c_float * num)()
+        self.library.polybasic_shares(
+            address(logits, logits.dtype),
+            ELEMENTS[logits.dtype],
+            num,
+            logits.shape[1],
+            (ctypes.c_float * 4)(*warping),
+            None if key is None else address(key.contiguous(), torch.int64),
+            *((ctypes.c_int64 * num)(*numbers) for numbers in (places, rows, tokens)),
+            shares,
+            torch.get_num_threads(),
+        )
+        return list(shares)
+
     def _drawn(
         self,
         logits: Tensor,
@@ -195,6 +229,9 @@ def load_kernels() -> Kernels | None:
     library.polybasic_noise.argtypes = [pointer, pointer, integer, integer, pointer, integer]
     library.polybasic_draw.argtypes = [
         pointer, integer, integer, integer, pointer, pointer, pointer, pointer, integer
+    ]  # fmt: skip
+    library.polybasic_shares.argtypes = [
+        pointer, integer, integer, integer, *[pointer] * 6, integer
     ]  # fmt: skip
     library.polybasic_mask.argtypes = [pointer, pointer, integer, integer]
     library.polybasic_move_rows.argtypes = [

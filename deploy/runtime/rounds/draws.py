@@ -18,6 +18,7 @@ from polybasic.deploy.runtime.rounds.sampling import (
     GreedySampler,
     Sampler,
     most_probable,
+    probabilities_of,
 )
 from polybasic.deploy.runtime.rounds.warping import Prefixes, Warping
 
@@ -66,7 +67,7 @@ def distributions_together(
         tokens = iter(most_probable(scores))
         for place, rows in zip(places, parts, strict=True):
             drawn = list(islice(tokens, len(rows)))
-            found[place] = partial(GreedyRows, drawn, rows.detach)
+            found[place] = partial(GreedyRows, drawn, partial(probabilities_of, rows))
     return found
 
 

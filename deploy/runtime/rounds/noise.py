@@ -78,6 +78,19 @@ class Noise:
             return None
         return kernels.draw(logits, warping, self.key, positions)
 
+    def probabilities(
+        self,
+        logits: Tensor,
+        warping: Sequence[float],
+        positions: Sequence[int],
+        rows: Sequence[int],
+        tokens: Sequence[int],
+    ) -> list[float]:
+        """Of tokens in rows of what `draw` takes the largest of, where there are native kernels."""
+        kernels = kernels_for(logits.device, torch.float32)
+        assert kernels is not None, f"native kernels on {logits.device}"
+        return kernels.shares(logits, rows, tokens, warping, self.key, positions)
+
     def draft(self, start: int, depth: int) -> Perturbation:
         """What a draft of `depth` levels adds to its logits, the first level drawing at `start`.
 

@@ -41,6 +41,7 @@ __all__ = [
     "Sampling",
     "make_sampler",
     "most_probable",
+    "probabilities_of",
     "seeded_generator",
 ]
 
@@ -102,14 +103,15 @@ class GreedyRows:
     """The most probable token of each row.
 
     Attributes:
-        logits: gives them, [R, V] after the penalties, or warped and with noise; None after `take`.
+        probabilities: gives those of tokens in rows, by the softmax of the logits after the
+            penalties, or warped and with noise; None after `take`.
 
     Raises:
         NotFiniteError: a row has none, which -1 stands for.
     """
 
     tokens: list[int]
-    logits: Callable[[], Tensor] | None = None
+    probabilities: Callable[[list[int], list[int]], list[float]] | None = None
 
     def __post_init__(self) -> None:
         if -1 in self.tokens:
@@ -144,7 +146,7 @@ class GreedySampler(_Processing):
 
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = self._processed(logits, prefixes)
-        return GreedyRows(most_probable(logits), lambda: logits)
+        return GreedyRows(most_probable(logits), partial(probabilities_of, logits))
 
     @property
     def reads_prefixes(self) -> bool:
@@ -173,9 +175,8 @@ class GreedySampler(_Processing):
     def probabilities(self, rows: GreedyRows, chosen: list[int], tokens: list[int]) -> list[float]:
         if not chosen:
             return []
-        assert rows.logits is not None, "taken rows have no logits"
-        values = rows.logits()[chosen].float().softmax(-1)
-        return list(values[list(range(len(tokens))), tokens].tolist())
+        assert rows.probabilities is not None, "taken rows have no probabilities"
+        return rows.probabilities(chosen, tokens)
 
 
 class CoupledSampler(GreedySampler):
@@ -206,12 +207,13 @@ class CoupledSampler(GreedySampler):
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = self._processed(logits, prefixes)
         positions = prefixes.positions
-        scores = partial(self._scores, logits, positions)
-        tokens = self.noise.draw(logits, Warping.values_of(self.sampling), positions)
-        return GreedyRows(most_probable(scores()) if tokens is None else tokens, scores)
-
-    def _scores(self, logits: Tensor, positions: list[int]) -> Tensor:
-        return self.noise.at(positions).add_(warped(logits, self.sampling))
+        warping = Warping.values_of(self.sampling)
+        tokens = self.noise.draw(logits, warping, positions)
+        if tokens is not None:
+            found = partial(self.noise.probabilities, logits, warping, positions)
+            return GreedyRows(tokens, found)
+        scores = self.noise.at(positions).add_(warped(logits, self.sampling))
+        return GreedyRows(most_probable(scores), partial(probabilities_of, scores))
 
 
 @dataclass
@@ -308,6 +310,14 @@ def seeded_generator(sampling: Sampling, device: torch.device) -> torch.Generato
     else:
         generator.manual_seed(sampling.seed)
     return generator
+
+
+def probabilities_of(logits: Tensor, rows: list[int], tokens: list[int]) -> list[float]:
+    """The probability of each of the tokens, in the softmax of its row of logits [R, V]."""
+    if (kernels := kernels_for(logits.device, torch.float32)) is not None:
+        return kernels.shares(logits, rows, tokens)
+    values = logits[rows].float().softmax(-1)
+    return list(values[list(range(len(tokens))), tokens].tolist())
 
 
 def most_probable(logits: Tensor) -> list[int]:

@@ -12,9 +12,9 @@ from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import Flush, MeasuredPlan, Plan
 from polybasic.deploy.planner import ahead
-from polybasic.deploy.planner.ahead import PlayedBlock, seconds_ahead
 from polybasic.deploy.planner.explanation import explain
 from polybasic.deploy.planner.measuring.measurements import Measurements
+from polybasic.deploy.planner.prediction import PlayedBlock, seconds_ahead
 from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import Candidate, choose_plan, member_sets
 from polybasic.deploy.planner.settings import PlanGrid, PlanSettings

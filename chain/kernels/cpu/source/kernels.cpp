@@ -18,7 +18,7 @@ using namespace polybasic;
 extern "C" {
 
 // To be raised with every change of a structure or signature below.
-int polybasic_version() { return 11; }
+int polybasic_version() { return 12; }
 
 void polybasic_use_openmp(void* parallel, void* thread_number, void* num_threads) {
     open_mp().parallel =
@@ -95,6 +95,24 @@ void polybasic_draw(const void* logits, int element, int num_rows, int num_token
             draw(static_cast<const Bfloat16*>(logits), self);
         else
             draw(static_cast<const float*>(logits), self);
+    });
+}
+
+// shares: [num_rows], of `tokens` in `rows` of logits as polybasic_draw takes them, by the softmax; the others
+// as there.
+void polybasic_shares(const void* logits, int element, int num_rows, int num_tokens, const float* warping,
+                      const int64_t* key, const int64_t* positions, const int64_t* rows, const int64_t* tokens,
+                      float* shares, int num_threads) {
+    const NoiseKey words = key ? NoiseKey{uint32_t(key[0]), uint32_t(key[1]), uint32_t(key[2])} : NoiseKey{};
+    const Warping steps{warping[0], warping[1], warping[2], warping[3]};
+    const auto find = [&](auto values, Thread self) {
+        find_shares(values, num_rows, num_tokens, steps, words, positions, rows, tokens, shares, self);
+    };
+    Team::run(std::min(num_threads, num_rows), [&](Thread self) {
+        if (element == kBfloat16)
+            find(static_cast<const Bfloat16*>(logits), self);
+        else
+            find(static_cast<const float*>(logits), self);
     });
 }
 

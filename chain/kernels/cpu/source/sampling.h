@@ -64,16 +64,47 @@ public:
     template <typename Element>
     int64_t draw(const Element* logits, int num_tokens, const Warping& warping, const NoiseKey& key,
                  uint32_t position) {
+        if (!warp(logits, num_tokens, warping)) return -1;
+        return draw_of_warped(key, position);
+    }
+
+    // The share of a token in the softmax of what the others take: logits at temperature 0, else the sums that
+    // `draw` takes the largest of. Together, those left out would add a hundredth at most.
+    template <typename Element>
+    float probability(const Element* logits, int num_tokens, const Warping& warping, const NoiseKey& key,
+                      uint32_t position, int64_t token) {
+        const bool is_noisy = warping.temperature > 0;
+        if (!warp(logits, num_tokens, is_noisy ? warping : Warping{1, 0, 0, 0})) return NAN;
+        if (is_noisy) draw_of_warped(key, position);
+        if (is_cut_) drop_others();
+        const float most = is_noisy ? best_.score : greatest_;
+        Floats total{};
+        float own = 0;
+        for (int group = 0; group < num_groups_; ++group) {
+            const bool has_token = group == token / kNoiseGroup;
+            if (largest_[group] - most < -20.0f && !has_token) continue;
+            alignas(64) float scores[kNoiseGroup] = {};
+            if (is_noisy) fill_group(key, position, group, scores);
+            for (int i = 0; i < kNoiseGroup; i += kLanes) {
+                const Floats powers = exponential(load(scores + i) + load(group_of(group) + i) - most);
+                total = total + powers;
+                store(scores + i, powers);
+            }
+            if (has_token) own = scores[token % kNoiseGroup];
+        }
+        return own / sum(total);
+    }
+
+private:
+    // Logits over the temperature, and which tokens are kept; false where none or not all are numbers.
+    template <typename Element>
+    bool warp(const Element* logits, int num_tokens, const Warping& warping) {
         num_tokens_ = num_tokens;
         num_groups_ = (num_tokens + kNoiseGroup - 1) / kNoiseGroup;
-        if (!scale(logits, warping.temperature)) return -1;
-        best_ = {-INFINITY, -1};
+        if (!scale(logits, warping.temperature)) return false;
         const bool has_top_k = warping.top_k > 0 && warping.top_k < float(num_tokens);
         const bool has_top_p = warping.top_p > 0 && warping.top_p < 1, has_min_p = warping.min_p > 0;
-        if (!has_top_k && !has_top_p && !has_min_p) {
-            draw_of_all(key, position);
-            return best_.token;
-        }
+        is_cut_ = has_top_k || has_top_p || has_min_p;
         if (has_top_k) keep_best(int64_t(warping.top_k));
         if (has_top_p || has_min_p) {
             if (has_top_k)
@@ -84,11 +115,9 @@ public:
             if (has_top_p) cut_tail(units(warping.top_p));
             if (has_min_p) drop_below(least);
         }
-        draw_of_kept(key, position);
-        return best_.token;
+        return true;
     }
 
-private:
     struct Drawn {
         float score;
         int token;
@@ -236,6 +265,28 @@ private:
         kept_.resize(num);
     }
 
+    // Leave minus infinity for all but the kept tokens.
+    void drop_others() {
+        values_.clear();
+        for (const int token : kept_) values_.push_back(scaled_[token]);
+        std::fill(scaled_.begin(), scaled_.end(), -INFINITY);
+        std::fill(largest_.begin(), largest_.end(), -INFINITY);
+        for (size_t i = 0; i < kept_.size(); ++i) {
+            scaled_[kept_[i]] = values_[i];
+            float& most = largest_[kept_[i] / kNoiseGroup];
+            most = std::max(most, values_[i]);
+        }
+    }
+
+    int64_t draw_of_warped(const NoiseKey& key, uint32_t position) {
+        best_ = {-INFINITY, -1};
+        if (is_cut_)
+            draw_of_kept(key, position);
+        else
+            draw_of_all(key, position);
+        return best_.token;
+    }
+
     void draw_of_all(const NoiseKey& key, uint32_t position) {
         const auto group = std::find(largest_.begin(), largest_.end(), greatest_) - largest_.begin();
         draw_of_group(key, position, int(group));
@@ -274,6 +325,7 @@ private:
         if (one.score > best_.score || (one.score == best_.score && one.token < best_.token)) best_ = one;
     }
 
+    bool is_cut_ = false;  // whether fewer than all tokens are kept
     int num_tokens_ = 0, num_groups_ = 0;
     float greatest_ = 0;
     std::vector<float> scaled_;   // of each token, and -infinity behind the last
@@ -298,6 +350,18 @@ void draw_rows(const Element* logits, int num_rows, int num_tokens, const Warpin
                           ? most_probable(values, num_tokens)
                           : sampler.draw(values, num_tokens, warping, key, uint32_t(positions[row]));
     }
+}
+
+// shares: [num_rows], of a token in each of the rows; see `Sampler::probability`.
+template <typename Element>
+void find_shares(const Element* logits, int num_rows, int num_tokens, const Warping& warping, const NoiseKey& key,
+                 const int64_t* positions, const int64_t* rows, const int64_t* tokens, float* shares,
+                 const Thread& self) {
+    static thread_local Sampler sampler;
+    const Range mine = share(num_rows, self.number, self.num_threads, 1);
+    for (int place = mine.first; place < mine.end; ++place)
+        shares[place] = sampler.probability(logits + size_t(rows[place]) * num_tokens, num_tokens, warping, key,
+                                            uint32_t(positions[place]), tokens[place]);
 }
 
 }  // namespace polybasic

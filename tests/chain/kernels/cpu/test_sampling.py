@@ -72,6 +72,27 @@ def test_tokens_are_those_of_the_reference(
         assert found == (warped + added).argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("scale", [0.1, 2.5, 9.0])
+@pytest.mark.parametrize("num_tokens", [1, 13, 4097])
+def test_shares_are_those_of_the_softmax(
+    kernels: Kernels, num_tokens: int, scale: float, settings: dict[str, Any]
+) -> None:
+    sampling, key = Sampling(0.7, **settings), noise.noise_key(2, 1)
+    logits, values = rows_of(num_tokens, scale), Warping.values_of(sampling)
+    warped = Warping.of(sampling).truncated(logits, torch.tensor(values))
+    noisy = warped + noise.gumbel_noise(key, torch.tensor(POSITIONS), num_tokens)
+    rows = [5, 0, 1, 2, 3, 3, 4]
+    for tokens in (noisy.argmax(-1)[rows], logits.argmax(-1)[rows], torch.zeros(7).long()):
+        drawn = noisy.softmax(-1)[rows, tokens].tolist()
+        found = kernels.shares(logits, rows, tokens.tolist(), values, key, POSITIONS)
+        assert found == pytest.approx(drawn, rel=1e-3, abs=1e-7)
+        for given in (logits, logits.bfloat16()):
+            greedy = given.float().softmax(-1)[rows, tokens].tolist()
+            found = kernels.shares(given, rows, tokens.tolist())
+            assert found == pytest.approx(greedy, rel=1e-3, abs=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 13, 1000, 4097])
 def test_the_most_probable_token_is_the_first_of_the_largest_logits(

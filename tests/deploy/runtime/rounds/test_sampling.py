@@ -118,7 +118,7 @@ def test_rows_that_were_taken_hold_nothing_of_the_others(temperature: float) -> 
     joined = sampler.join([sampler.take(rows, [0, 1]), sampler.take(other, [0])])
     if temperature == 0:
         assert joined == GreedyRows([0, 2, 2])
-        assert rows.logits is not None  # as long as a flush may ask for probabilities
+        assert rows.probabilities is not None  # as long as a flush may ask for probabilities
         return
     torch.testing.assert_close(joined.values, torch.cat([LOG, LOG[1:]]).exp())
     assert joined.values.untyped_storage().nbytes() == joined.values.nbytes
