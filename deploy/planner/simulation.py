@@ -1,9 +1,9 @@
 """How long a plan would take: its rounds simulated along answers of the target, at measured costs.
 
 The output is the target's text y whatever the plan, so a plan is simulated along a given y, of
-which `measuring.measurements.AcceptanceTrace` lists what is known. The two stages here mirror those
-of `polybasic.deploy.runtime.rounds.stages`, with positions in y instead of tokens. The prefill,
-which gives y_0, is left out.
+which `measuring.measurements.AcceptanceTrace` lists what is known. The stages of `simulated_stages`
+mirror those of `polybasic.deploy.runtime.rounds.stages`, with positions in y instead of tokens. The
+prefill, which gives y_0, is left out.
 
 Let p_k, q_k be the probabilities of y_k under a verifier and the model below it. Given y, a block
 keeps at least i tokens with probability prod_{k<=i} min(1, q_k/p_k) under the rule `token` and

@@ -158,7 +158,7 @@ class Kernels:
             num,
             logits.shape[1],
             (ctypes.c_float * 4)(*warping),
-            None if key is None else address(key.contiguous(), torch.int64),
+            None if key is None else address(key, torch.int64),
             *((ctypes.c_int64 * num)(*numbers) for numbers in (places, rows, tokens)),
             shares,
             torch.get_num_threads(),

@@ -108,9 +108,7 @@ def gap_at_divergence(
         return math.inf
     logits = answer_logits(verifier, prompt, expected[: place + 1], ONE_ROW)[-1]
     before = Prefixes([*prompt, *expected[:place]], [[]])
-    found_rows = sampler.distributions(logits[None], before)
-    assert found_rows.logits is not None
-    scores = found_rows.logits()
+    scores = sampler.scores(logits[None], before)
     expected_score, found_score = float(scores[0, expected[place]]), float(scores[0, found[place]])
     if math.isinf(expected_score) or math.isinf(found_score):
         return math.inf

@@ -144,6 +144,10 @@ class GreedySampler(_Processing):
     Only bias and penalties matter of the sampling, since truncation keeps the argmax.
     """
 
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """Of [R, V], of which each draw is the largest of its row."""
+        return self._processed(logits, prefixes)
+
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = self._processed(logits, prefixes)
         return GreedyRows(most_probable(logits), partial(probabilities_of, logits))
@@ -204,6 +208,9 @@ class CoupledSampler(GreedySampler):
         super().__init__(sampling, num_prompt_tokens, constraint)
         self.noise = noise
 
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        return self._noisy(self._processed(logits, prefixes), prefixes.positions)
+
     def distributions(self, logits: Tensor, prefixes: Prefixes) -> GreedyRows:
         logits = self._processed(logits, prefixes)
         positions = prefixes.positions
@@ -212,8 +219,11 @@ class CoupledSampler(GreedySampler):
         if tokens is not None:
             found = partial(self.noise.probabilities, logits, warping, positions)
             return GreedyRows(tokens, found)
-        scores = self.noise.at(positions).add_(warped(logits, self.sampling))
+        scores = self._noisy(logits, positions)
         return GreedyRows(most_probable(scores), partial(probabilities_of, scores))
+
+    def _noisy(self, logits: Tensor, positions: list[int]) -> Tensor:
+        return self.noise.at(positions).add_(warped(logits, self.sampling))
 
 
 @dataclass

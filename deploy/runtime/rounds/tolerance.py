@@ -7,6 +7,7 @@ the first token on that it finds too improbable (rollback), and draws the next o
 How far an answer strays is counted: tokens that were kept though they are not the target's own.
 """
 
+import math
 from dataclasses import replace
 
 from polybasic.chain.formats.plan import BigLittle
@@ -55,11 +56,11 @@ class TolerantSampler(GreedySampler):
     def _keeps(self, token: int, own: GreedyRows, row: int) -> bool:
         if super()._keeps(token, own, row):
             return True
-        assert own.logits is not None, "taken rows have no logits"
-        logits = own.logits()[row].float()
         # two tokens may be equally probable, the least threshold keeps the target's own alone
-        most = self.lossy.rollback_threshold
-        return bool(most) and float(logits.logsumexp(0) - logits[token]) <= most
+        if not (most := self.lossy.rollback_threshold):
+            return False
+        (probability,) = self.probabilities(own, [row], [token])
+        return probability > 0 and -math.log(probability) <= most
 
 
 class TolerantBlockStage(BlockStage):

@@ -337,12 +337,17 @@ private:
     Drawn best_{};
 };
 
+inline Sampler& sampler_of_thread() {
+    static thread_local Sampler sampler;
+    return sampler;
+}
+
 // tokens: [num_rows], drawn from logits [num_rows][num_tokens] of the tokens at `positions`; at temperature 0
 // these and the key are not read.
 template <typename Element>
 void draw_rows(const Element* logits, int num_rows, int num_tokens, const Warping& warping, const NoiseKey& key,
                const int64_t* positions, int64_t* tokens, const Thread& self) {
-    static thread_local Sampler sampler;
+    Sampler& sampler = sampler_of_thread();
     const Range mine = share(num_rows, self.number, self.num_threads, 1);
     for (int row = mine.first; row < mine.end; ++row) {
         const Element* values = logits + size_t(row) * num_tokens;
@@ -357,7 +362,7 @@ template <typename Element>
 void find_shares(const Element* logits, int num_rows, int num_tokens, const Warping& warping, const NoiseKey& key,
                  const int64_t* positions, const int64_t* rows, const int64_t* tokens, float* shares,
                  const Thread& self) {
-    static thread_local Sampler sampler;
+    Sampler& sampler = sampler_of_thread();
     const Range mine = share(num_rows, self.number, self.num_threads, 1);
     for (int place = mine.first; place < mine.end; ++place)
         shares[place] = sampler.probability(logits + size_t(rows[place]) * num_tokens, num_tokens, warping, key,
