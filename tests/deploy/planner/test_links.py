@@ -11,7 +11,7 @@ import pytest
 from polybasic.chain.formats.card import record_plan
 from polybasic.chain.formats.manifest import read_manifest
 from polybasic.chain.formats.plan import Flush, MeasuredPlan, Plan
-from polybasic.deploy.planner import ahead
+from polybasic.deploy.planner import prediction
 from polybasic.deploy.planner.explanation import explain
 from polybasic.deploy.planner.measuring.measurements import Measurements
 from polybasic.deploy.planner.prediction import PlayedBlock, seconds_ahead
@@ -85,7 +85,7 @@ def test_each_pass_of_the_target_goes_over_the_link() -> None:
 def test_blocks_that_are_drafted_while_an_answer_is_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ahead, "MAX_AHEAD", 1)
+    monkeypatch.setattr(prediction, "MAX_AHEAD", 1)
     blocks = [
         PlayedBlock(rows=4, is_foreseen=True, is_first=True),
         PlayedBlock(rows=4, is_foreseen=True, is_first=False),
@@ -98,7 +98,7 @@ def test_blocks_that_are_drafted_while_an_answer_is_under_way(
     # block of two rows is sent at 32, answered at 45. The other answer takes 17.
     assert seconds_ahead(blocks, 1.0, 2.0, [3.0] * 5, [10.0] * 5) == 45 + 17
     # With room for it on the link, it leaves at 12 and is answered at 25.
-    monkeypatch.setattr(ahead, "MAX_AHEAD", 2)
+    monkeypatch.setattr(prediction, "MAX_AHEAD", 2)
     assert seconds_ahead(blocks, 1.0, 2.0, [3.0] * 5, [10.0] * 5) == 45 + 17 - 5
     # Of a short link the answer, at 4 + 0.5 + 1, comes while the next block is drafted: in vain,
     # and the round that runs is waited for.

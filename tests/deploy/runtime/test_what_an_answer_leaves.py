@@ -59,7 +59,7 @@ def test_an_answer_that_grows_is_noticed(chain: Chain, monkeypatch: pytest.Monke
 
     def leaking(self: TreeStage, limit: int) -> Any:
         gain = yield from observe(self, limit)
-        kept.append(gain.distributions.logits)
+        kept.append(gain.distributions.probabilities)
         return gain
 
     list(pieces_of(chain, 20, 0.0))
@@ -85,7 +85,7 @@ def test_a_block_holds_no_logits_of_its_rounds(
             GreedySampler,
             "take",
             lambda self, rows, chosen: GreedyRows(
-                [rows.tokens[row] for row in chosen], rows.logits
+                [rows.tokens[row] for row in chosen], rows.probabilities
             ),
         )
     list(pieces_of(chain, 20, 0.0))
