@@ -11,6 +11,25 @@ namespace polybasic {
 POLYBASIC_INSTANTIATE(extern, float)
 POLYBASIC_INSTANTIATE(extern, Bfloat16)
 
+namespace {
+
+// Of the low and the high word of a seed, and the choice; null where nothing is random.
+NoiseKey key_of(const int64_t* words) {
+    return words ? NoiseKey{uint32_t(words[0]), uint32_t(words[1]), uint32_t(words[2])} : NoiseKey{};
+}
+
+// run(logits, thread) on threads that share so many rows, the logits of their own type.
+template <class Run>
+void share_rows(const void* logits, int element, int num_rows, int num_threads, Run run) {
+    Team::run(std::min(num_threads, num_rows), [&](Thread self) {
+        if (element == kBfloat16)
+            run(static_cast<const Bfloat16*>(logits), self);
+        else
+            run(static_cast<const float*>(logits), self);
+    });
+}
+
+}  // namespace
 }  // namespace polybasic
 
 using namespace polybasic;
@@ -72,47 +91,31 @@ void polybasic_decode_rows(const Matrix* matrix, const int64_t* outputs, int num
             store(to, decoded(*matrix, outputs[row], first));
 }
 
-// `key`: low and high word of the seed, and the choice. `out`: [num_positions][num_tokens].
+// `key`: see `key_of`. `out`: [num_positions][num_tokens].
 void polybasic_noise(const int64_t* key, const int64_t* positions, int num_positions, int num_tokens,
                      float* out, int num_threads) {
-    const NoiseKey words{uint32_t(key[0]), uint32_t(key[1]), uint32_t(key[2])};
+    const NoiseKey words = key_of(key);
     Team::run(num_threads, [&](Thread self) {
         fill_noise(words, positions, num_positions, num_tokens, out, self);
     });
 }
 
-// `warping`: temperature, top-k, top-p and min-p; `key`: as above, and like `positions` null at temperature 0.
-// `tokens`: [num_rows], see `Sampler`.
-void polybasic_draw(const void* logits, int element, int num_rows, int num_tokens, const float* warping,
+// `key`: see `key_of`; like `positions` null at temperature 0. `tokens`: [num_rows], see `Sampler`.
+void polybasic_draw(const void* logits, int element, int num_rows, int num_tokens, const Warping* warping,
                     const int64_t* key, const int64_t* positions, int64_t* tokens, int num_threads) {
-    const NoiseKey words = key ? NoiseKey{uint32_t(key[0]), uint32_t(key[1]), uint32_t(key[2])} : NoiseKey{};
-    const Warping steps{warping[0], warping[1], warping[2], warping[3]};
-    const auto draw = [&](auto rows, Thread self) {
-        draw_rows(rows, num_rows, num_tokens, steps, words, positions, tokens, self);
-    };
-    Team::run(std::min(num_threads, num_rows), [&](Thread self) {
-        if (element == kBfloat16)
-            draw(static_cast<const Bfloat16*>(logits), self);
-        else
-            draw(static_cast<const float*>(logits), self);
+    const NoiseKey words = key_of(key);
+    share_rows(logits, element, num_rows, num_threads, [&](auto values, Thread self) {
+        draw_rows(values, num_rows, num_tokens, *warping, words, positions, tokens, self);
     });
 }
 
-// shares: [num_rows], of `tokens` in `rows` of logits as polybasic_draw takes them, by the softmax; the others
-// as there.
-void polybasic_shares(const void* logits, int element, int num_rows, int num_tokens, const float* warping,
+// `shares`: [num_rows], of `tokens` in `rows` by the softmax; see `Sampler`. The others as above.
+void polybasic_shares(const void* logits, int element, int num_rows, int num_tokens, const Warping* warping,
                       const int64_t* key, const int64_t* positions, const int64_t* rows, const int64_t* tokens,
                       float* shares, int num_threads) {
-    const NoiseKey words = key ? NoiseKey{uint32_t(key[0]), uint32_t(key[1]), uint32_t(key[2])} : NoiseKey{};
-    const Warping steps{warping[0], warping[1], warping[2], warping[3]};
-    const auto find = [&](auto values, Thread self) {
-        find_shares(values, num_rows, num_tokens, steps, words, positions, rows, tokens, shares, self);
-    };
-    Team::run(std::min(num_threads, num_rows), [&](Thread self) {
-        if (element == kBfloat16)
-            find(static_cast<const Bfloat16*>(logits), self);
-        else
-            find(static_cast<const float*>(logits), self);
+    const NoiseKey words = key_of(key);
+    share_rows(logits, element, num_rows, num_threads, [&](auto values, Thread self) {
+        find_shares(values, num_rows, num_tokens, *warping, words, positions, rows, tokens, shares, self);
     });
 }
 
