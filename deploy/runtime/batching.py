@@ -8,7 +8,7 @@ sequences in each pass as there are.
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -36,13 +36,18 @@ _ROOM_TO_GO_ON = 256
 """Rows for tokens to come, at most, without which no sequence starts or goes on after a pause."""
 
 
+def usual_stage(kind: type[Stage], *given: Any) -> Stage:
+    """A stage of this class as it is."""
+    return kind(*given)
+
+
 class Host(Protocol):
     """What a running request asks of the engine, see `polybasic.deploy.runtime.engine.Engine`."""
 
     slots: Slots
 
     def stages(
-        self, request: Request, *, slot: Slot, noise: Noise | None
+        self, request: Request, *, make: Callable[..., Stage], slot: Slot, noise: Noise | None
     ) -> tuple[list[Stage], Drafter]:
         """Its stages over a slot's caches."""
 
@@ -74,9 +79,16 @@ class ActiveSequence:
         num_pauses: times that it gave its caches up.
     """
 
-    def __init__(self, request: Request, slot: Slot, engine: Host, runs_ahead: bool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        slot: Slot,
+        engine: Host,
+        runs_ahead: bool,
+        make: Callable[..., Stage],
+    ) -> None:
         self.request, self.slot, self._engine = request, slot, engine
-        self._runs_ahead = runs_ahead
+        self._runs_ahead, self._make = runs_ahead, make
         self.pieces: deque[Piece] = deque()
         self.waiting: Pass | None = None
         self.error: BaseException | None = None
@@ -316,7 +328,7 @@ class ActiveSequence:
             seed = random.Random(f"{request.sampling.seed} {self.num_pauses}").getrandbits(63)
             request = replace(request, sampling=replace(request.sampling, seed=seed))
         self._stages, self._drafter = self._engine.stages(
-            request, slot=self.slot, noise=self._noise
+            request, make=self._make, slot=self.slot, noise=self._noise
         )
 
     def _costs_now(self, is_timed: bool = True) -> "_Costs":

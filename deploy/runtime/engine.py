@@ -14,7 +14,7 @@ from polybasic.chain.base.readable import readable_value
 from polybasic.chain.formats.plan import BigLittle, Judge, Plan, Situation
 from polybasic.chain.kernels.cuda.graphs import Graphs
 from polybasic.chain.kernels.executor import Executor
-from polybasic.deploy.runtime.batching import ActiveSequence, choose, rows_of_prompts
+from polybasic.deploy.runtime.batching import ActiveSequence, choose, rows_of_prompts, usual_stage
 from polybasic.deploy.runtime.drafters.interface import Drafter
 from polybasic.deploy.runtime.graphs.device_stages import (
     DeviceBlockStage,
@@ -149,11 +149,14 @@ class Engine:
         self.check(request)
         return Answer(self._tokens_of(request))
 
-    def begin(self, request: Request, runs_ahead: bool = False) -> ActiveSequence:
+    def begin(
+        self, request: Request, runs_ahead: bool = False, make: Callable[..., Stage] = usual_stage
+    ) -> ActiveSequence:
         """Take a sequence for a request, which `check` has passed; `step` runs it.
 
         Args:
             runs_ahead: it goes on while what it has gained is not taken; else it waits.
+            make: as `stages`.
 
         Raises:
             BusyError: all sequences are used.
@@ -163,7 +166,7 @@ class Engine:
         with self._stepping:
             self._reap()
             slot = self.slots.take(request.token_ids)
-            sequence = ActiveSequence(request, slot, self, runs_ahead)
+            sequence = ActiveSequence(request, slot, self, runs_ahead, make)
             self._running.append(sequence)
         return sequence
 
@@ -251,7 +254,7 @@ class Engine:
     def stages(
         self,
         request: Request,
-        make: Callable[..., Stage] = lambda kind, *given: kind(*given),
+        make: Callable[..., Stage] = usual_stage,
         slot: Slot | None = None,
         noise: Noise | None = None,
     ) -> tuple[list[Stage], Drafter]:

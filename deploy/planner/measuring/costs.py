@@ -7,7 +7,7 @@ rounds of graphs captured earlier, within which the host does not wait.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, cycle, product, zip_longest
@@ -23,7 +23,7 @@ from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.measurements import DraftCosts, PassCosts, num_candidates
 from polybasic.deploy.planner.settings import PlanGrid
 from polybasic.deploy.runtime.drafters.ngram import NgramDrafter
-from polybasic.deploy.runtime.engine import Engine, rounds_of
+from polybasic.deploy.runtime.engine import Engine
 from polybasic.deploy.runtime.request import Request
 from polybasic.deploy.runtime.rounds.flushing import Flushing
 from polybasic.deploy.runtime.rounds.passes import Passes
@@ -37,6 +37,8 @@ from polybasic.deploy.runtime.rounds.stages import (
 )
 from polybasic.deploy.runtime.rounds.verifier import PassClock
 
+LEAST_TREE = Tree(depth=1, top_k=1, rows=2)
+"""Of plans without drafts."""
 MIN_SAMPLES = 5
 """Fewest rounds of a row count from which its cost is estimated."""
 NUM_TURNS = 3
@@ -142,12 +144,11 @@ def _plans_to_time(engine: Engine, grid: PlanGrid) -> list[Plan]:
 def _plans_by_members(engine: Engine, grid: PlanGrid) -> Iterator[Plan]:
     target, *intermediates = engine.verifiers
     flushes = cycle(_spread(grid.flush_lengths))
-    least = Tree(depth=1, top_k=1, rows=2)
     for num in range(len(intermediates) + 1):
         for chosen in combinations(intermediates, num):
             verifying = (target, *chosen)
             flush = {name: Flush(length=next(flushes)) for name in verifying[:-1]}
-            yield Plan(members=verifying, tree=least, flush=flush)
+            yield Plan(members=verifying, tree=LEAST_TREE, flush=flush)
             for drafter in engine.models.drafters_of(verifying[-1]):
                 for tree in _trees_to_time(grid):
                     flush = {name: Flush(length=next(flushes)) for name in verifying[:-1]}
@@ -193,10 +194,10 @@ def _time_rounds(engine: Engine, request: Request, costs: "RoundCosts") -> None:
     def timed(kind: type, *arguments: Any) -> Stage:
         stage = _timed_kind(kind)(*arguments)
         stage.watch = watch
+        watch.root = stage  # which is made last
         return stage
 
-    (root, *_), _ = engine.stages(request, timed)
-    for _ in rounds_of(root, request):
+    for _ in engine.pieces_of(engine.begin(request, make=timed)):
         pass
 
 
@@ -205,7 +206,8 @@ class RoundCosts:
     """Seconds of real rounds, and their means; see `_mean`.
 
     Attributes:
-        trees: (verifying member, rows) -> seconds of its tree rounds, without the draft.
+        trees: (verifying member, rows) -> seconds of its tree rounds, without the draft; what the
+            engine does between two rounds of the target belongs to the later one.
         blocks: the same for its block rounds, without the stages below.
         levels: (drafter, top_k, depth) -> seconds of a draft.
         copies: seconds of n-gram drafts.
@@ -229,13 +231,16 @@ class RoundCosts:
         self.copies += other.copies
 
     def passes(self) -> dict[str, PassCosts]:
-        """Mean seconds of a tree round by its rows."""
+        """Mean seconds of a tree round by its rows, which more rows do not make cheaper."""
         by_member: dict[str, dict[int, float]] = defaultdict(dict)
         for (name, rows), seconds in sorted(self.trees.items()):
             if len(seconds) >= MIN_SAMPLES:
                 by_member[name][rows] = _mean(seconds)
         return {
-            name: PassCosts(tuple(by_rows), tuple(by_rows.values()))
+            name: PassCosts(
+                tuple(by_rows),
+                _increasing(by_rows.values(), [len(self.trees[name, rows]) for rows in by_rows]),
+            )
             for name, by_rows in by_member.items()
         }
 
@@ -298,6 +303,26 @@ def _mean(values: list[float]) -> float:
     return mean(ordered[cut : len(ordered) - cut])
 
 
+def _increasing(values: Iterable[float], weights: Iterable[float]) -> tuple[float, ...]:
+    """Of the sequences that never fall the nearest to these values.
+
+    By the pool-adjacent-violators algorithm (Ayer et al., 1955).
+
+    Args:
+        weights: of the squared distances.
+    """
+    pools: list[tuple[float, float, int]] = []  # mean, weight, number of values
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, float(weight), 1)
+        while pools and pools[-1][0] >= pool[0]:
+            both = pools.pop(), pool
+            total = sum(weight for _, weight, _ in both)
+            joint = sum(value * weight for value, weight, _ in both) / total
+            pool = (joint, total, sum(num for _, _, num in both))
+        pools.append(pool)
+    return tuple(value for value, _, num in pools for _ in range(num))
+
+
 def _line(by_depth: dict[int, float], counts: dict[int, int]) -> tuple[float, float]:
     """Seconds of the first level and of each further one, by means of so many drafts.
 
@@ -320,17 +345,35 @@ class _Watch:
 
     Args:
         drafter: name of the last member.
+
+    Attributes:
+        root: the stage of the target.
     """
+
+    root: Stage
 
     def __init__(self, engine: Engine, drafter: str, costs: RoundCosts) -> None:
         self.drafter, self.costs = drafter, costs
         self.device, self._graphs = engine.models.target.device, engine.graphs
+        self._root_ended: float | None = None
 
     def now(self) -> float:
         """Seconds, once the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def begin(self, stage: Stage) -> float:
+        """When a stage's next round begins: for the root when the one before has ended."""
+        ended = self._root_ended if stage is self.root else None
+        return self.now() if ended is None else ended
+
+    def end(self, stage: Stage) -> float:
+        """When a stage's round has ended: now."""
+        now = self.now()
+        if stage is self.root:
+            self._root_ended = now
+        return now
 
     @property
     def num_captured(self) -> int:
@@ -359,9 +402,9 @@ class _TimedTree(_TimedStage, BaseTreeStage):
     def _round(self, limit: int) -> Passes[Round]:
         watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
         self._draft_clock, self._num_levels = PassClock(watch.device), 0
-        begin = watch.now()
+        begin = watch.begin(self)
         outcome = yield from super()._round(limit)
-        seconds = watch.now() - begin
+        seconds = watch.end(self) - begin
         if watch.num_captured == num_captured:
             drafting = self._draft_clock.seconds
             rows = self.verifier.num_rows - rows
@@ -393,9 +436,9 @@ class _TimedBlock(_TimedStage, BaseBlockStage):
 
     def _round(self, limit: int) -> Passes[Round]:
         watch, rows, num_captured = self.watch, self.verifier.num_rows, self.watch.num_captured
-        begin, below = watch.now(), self.below.seconds
+        begin, below = watch.begin(self), self.below.seconds
         outcome = yield from super()._round(limit)
-        seconds = watch.now() - begin - (self.below.seconds - below)
+        seconds = watch.end(self) - begin - (self.below.seconds - below)
         if watch.num_captured == num_captured:
             rows = self.verifier.num_rows - rows
             watch.costs.blocks[self.verifier.name, rows].append(seconds)

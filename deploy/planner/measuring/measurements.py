@@ -24,7 +24,7 @@ class PassCosts:
 
     Attributes:
         rows: measured row counts, increasing.
-        seconds: mean seconds of a pass over each; need not increase.
+        seconds: mean seconds of a pass over each.
     """
 
     rows: tuple[int, ...]

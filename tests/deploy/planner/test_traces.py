@@ -22,16 +22,25 @@ from polybasic.deploy.bench.running import bench_chain
 from polybasic.deploy.planner.measuring import costs, traces
 from polybasic.deploy.planner.measuring.answers import answer_prompts
 from polybasic.deploy.planner.measuring.budget import Budget
-from polybasic.deploy.planner.measuring.costs import _line, _mean, measure_costs
-from polybasic.deploy.planner.measuring.measurements import Measurements
+from polybasic.deploy.planner.measuring.costs import (
+    MIN_SAMPLES,
+    RoundCosts,
+    _increasing,
+    _line,
+    _mean,
+    measure_costs,
+    time_plan,
+)
+from polybasic.deploy.planner.measuring.measurements import Measurements, PassCosts
 from polybasic.deploy.planner.run import plan_chain
 from polybasic.deploy.planner.settings import BenchSettings, PlanGrid, PlanSettings
 from polybasic.deploy.planner.simulation import simulate
 from polybasic.deploy.planner.tables import print_explanation
 from polybasic.deploy.runtime import load as loading
+from polybasic.deploy.runtime.batching import ActiveSequence
 from polybasic.deploy.runtime.hardware import hardware_name
 from polybasic.deploy.runtime.rounds.sampling import Sampling
-from polybasic.deploy.runtime.rounds.stages import HostStage, Stage
+from polybasic.deploy.runtime.rounds.stages import Block, HostStage, Stage
 from tests.deploy.noisy_chain import write_noisy_chain
 from tests.deploy.traces import after_first, count_passes, num_later, random_prompts
 
@@ -278,6 +287,48 @@ def test_rounds_of_graphs_are_timed_and_captures_are_not(
         assert {duration for seconds in found.values() for duration in seconds} == {1.0}
     assert set(measured.copies) == {0.0}
     assert {rows for name, rows in measured.trees if name == "target"} >= {1, *GRID.rows}
+
+
+@pytest.mark.parametrize("members", [("target", "draft"), ("target", "intermediate", "draft")])
+def test_what_the_engine_does_between_rounds_of_the_target_is_theirs(
+    chain: Chain, members: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    between, take, clock = 1000.0, ActiveSequence._take, iter(range(10**9))
+    late = [0.0]
+
+    def take_long(sequence: ActiveSequence, block: Block) -> Any:
+        late[0] += between
+        return take(sequence, block)
+
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock) + late[0])
+    monkeypatch.setattr(ActiveSequence, "_take", take_long)
+    plan = Plan(members=members, tree=GRID_TREE, flush=FLUSH if len(members) > 2 else {})
+    found = RoundCosts()
+    time_plan(chain.engine, PROMPTS[0][1], plan, frozenset(), Sampling(), found)
+    of_target, below = (found.blocks, found.trees) if plan.flush else (found.trees, {})
+    seconds = [each for by_rows in of_target.values() for each in by_rows]
+    # the first round follows the prompt, which is no round's
+    assert sorted(each > between for each in seconds) == [False, *[True] * (len(seconds) - 1)]
+    assert len(seconds) > 1
+    assert all(each < between for by_rows in below.values() for each in by_rows)
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "found"),
+    [
+        ((1, 2, 4), (1, 1, 1), (1, 2, 4)),
+        ((1, 3, 2, 4), (1, 1, 3, 1), (1, 2.25, 2.25, 4)),
+        ((4, 3, 2), (1, 1, 2), (2.75, 2.75, 2.75)),  # noise: more rows cannot be cheaper
+    ],
+)
+def test_costs_do_not_fall_with_rows(
+    values: tuple[float, ...], weights: tuple[int, ...], found: tuple[float, ...]
+) -> None:
+    assert _increasing(values, weights) == found
+    costs = RoundCosts()
+    for rows, (value, weight) in enumerate(zip(values, weights, strict=True), 1):
+        costs.trees["target", rows] += [float(value)] * MIN_SAMPLES * weight
+    assert costs.passes() == {"target": PassCosts((1, 2, 3, 4)[: len(values)], found)}
 
 
 @pytest.mark.parametrize(
