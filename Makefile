@@ -121,7 +121,7 @@ lint: install
 
 bench: install $(SMOLLM2)
 	@test -e runs/smollm2-135m/chain/chain.json || { \
-	    echo "making the chain of recipes/smollm2-135m.yaml: about twelve minutes, once" && \
+	    echo "making the chain of recipes/smollm2-135m.yaml: about fourteen minutes, once" && \
 	    PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/polybasic run recipes/smollm2-135m.yaml; }
 	$(BIN)/python benchmarks/bench.py runs/smollm2-135m/chain $(BENCH)
 

@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".cpp", ".h", ".inc", ".js", ".css", ".html"}
 LINES = {
     "chain": 30_395,
-    "deploy": 34_010,
+    "deploy": 34_085,
     "quantize": 1_400,
     "recipes": 8_670,
     "train": 9_085,
     "benchmarks": 8_910,
-    "tests": 67_670,
+    "tests": 67_740,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

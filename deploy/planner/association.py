@@ -216,7 +216,7 @@ class Pricing:
             at_pair = between(
                 self._base, link, settings.speed, self._fleet.servers[server].speed, num_devices
             )
-            choice = choose_plan([at_pair], self._grid, simulator=self._simulator)
+            choice = choose_plan([at_pair], self._grid, simulators=[self._simulator])
             self._found[key] = choice.best, at_pair.passes[at_pair.target].at(1)
         return Pair(device, server, link, num_devices, *self._found[key])
 

@@ -81,7 +81,7 @@ def choose_by_context(
         share = (tokens - near_tokens) / (timed_tokens - near_tokens)
         there = at_context(base, near, far, share)
         among = {(best.plan.rule, each.members) for each in parts}
-        chosen = choose_plan([there], grid, among=among, simulator=simulator)
+        chosen = choose_plan([there], grid, among=among, simulators=[simulator])
         predicted = simulator.at(there).run(best.plan)
         usual = replace(best, predicted=predicted, measurements=there)
         found.append(Alternative(tokens, chosen, usual, CLEARLY_FASTER))

@@ -102,7 +102,7 @@ def shown_budget(budget: dict[str, Any]) -> str:
     ]
     if budget["timed_again"]:
         timings = counted(sum(budget["timed_again"].values()), "more timing")
-        parts.append(f"{timings} of {counted(len(budget['timed_again']), 'close plan')}")
+        parts.append(f"{timings} of {counted(len(budget['timed_again']), 'plan')}")
     parts.append(f"left out: {', '.join(budget['left_out']) or 'nothing'}")
     if budget["is_rough"]:
         parts.append("the plan is rough, raise max_seconds for a better one")

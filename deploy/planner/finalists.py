@@ -1,12 +1,13 @@
-"""Plans whose predicted times are close to the best one's are timed again, the better half twice
-as often: the time that is left goes where it can change the choice.
+"""The best plan and those whose predicted times are close to its are timed again, the better half
+twice as often: the time that is left goes where it can change the choice, and what is said of it.
 
-Only shapes that seem fast are looked at, so one that seems so by chance is found out. Where another
-rule is close, its best plan is among them.
+Of a thousand plans that were predicted from few rounds, the one that seems fastest seems so in part
+by chance. Its own rounds find that out, and those of the target alone in turns with them, to which
+it is compared. Where another rule is close, its best plan is among them.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 
 from polybasic.chain.base.readable import counted
@@ -16,10 +17,13 @@ from polybasic.deploy.planner.measuring.budget import Budget
 from polybasic.deploy.planner.measuring.costs import COST_TOKENS, time_plan
 from polybasic.deploy.planner.measuring.traces import Measured
 from polybasic.deploy.planner.search import Candidate, PlanChoice, choose_plan
+from polybasic.deploy.planner.simulation import Simulator
 
 CLOSE = 0.05
 """Share of the best time within which plans are close: by some such share a prediction from few
 rounds is off, see benchmarks/records/cpu-2-cores-planner.md."""
+ENOUGH = 6
+"""Timings of a plan that is chosen."""
 MAX_FINALISTS = 8
 MAX_ROUNDS = 5
 SHARE = 1.0
@@ -28,13 +32,20 @@ SHARE_BEFORE_WINDOWS = 0.6
 
 
 def time_finalists(
-    measured: Measured, choice: PlanChoice, budget: Budget, say: Callable[[str], None]
+    measured: Measured,
+    choice: PlanChoice,
+    simulators: Sequence[Simulator],
+    budget: Budget,
+    say: Callable[[str], None],
 ) -> tuple[Measured, PlanChoice, dict[str, int]]:
     """Measurements with further timings of close plans, the choice from them, and what was timed.
 
-    In each round, all that are left are timed in turns; then the better half of those that are
-    still close is left, and the number of turns doubles. It ends when one is left whose shape was
-    timed, or when time does.
+    In each round, all that are left are timed in turns with the target alone, and plans are chosen
+    anew; then half as many of those that are close are left, and the number of turns doubles. It
+    ends when one is left that was timed `ENOUGH` times, or when time does.
+
+    Args:
+        simulators: of each of the measurements.
 
     Returns:
         Measurements, choice, and how often each shape was timed again, in words.
@@ -42,18 +53,19 @@ def time_finalists(
     calibration = measured.calibration
     share = SHARE_BEFORE_WINDOWS if calibration.usable_windows else SHARE
     finalists, num_turns = close_to_best(choice)[:MAX_FINALISTS], 1
-    if len(finalists) < 2:
-        return measured, choice, {}
-    say(f"plan: {len(finalists)} plans are within {CLOSE:.0%} of the best")
+    close = f"the {len(finalists)} plans within {CLOSE:.0%} of the best"
+    say(f"plan: times {close if len(finalists) > 1 else 'the best plan'} again")
     timed: Counter[str] = Counter()
     prompts = cycle([example.prompt for example in calibration.answered])
     for _ in range(MAX_ROUNDS):
-        if len(finalists) == 1 and shape_of(finalists[0].plan) in timed:
+        if len(finalists) == 1 and timed[shape_of(finalists[0].plan)] >= ENOUGH:
             break
-        plans = [rival.plan for rival in finalists] * num_turns
-        if COST_TOKENS * sum(rival.seconds_per_token for rival in finalists) > budget.left(share):
+        expected = COST_TOKENS * sum(rival.seconds_per_token for rival in finalists)
+        if expected > budget.left(share):
             budget.leave_out(f"further timings of {counted(len(finalists), 'close plan')}")
             break
+        num_before = timed.total()
+        plans = num_turns * _and_alone([rival.plan for rival in finalists], choice)
         for plan in budget.within(plans, share, "timings of close plans"):
             time_plan(
                 calibration.engine,
@@ -65,11 +77,19 @@ def time_finalists(
             )
             timed[shape_of(plan)] += 1
         measured = measured.with_costs()
-        among = [(rival.plan.rule, rival.members) for rival in finalists]
-        left = choose_plan(measured.measurements, calibration.grid, among=among)
-        finalists = close_to_best(left)[: -(-len(finalists) // 2)]
+        choice = choose_plan(measured.measurements, calibration.grid, simulators=simulators)
+        finalists = close_to_best(choice)[: -(-len(finalists) // 2)]
+        if timed.total() - num_before < len(plans):
+            break
         num_turns *= 2
-    return measured, choose_plan(measured.measurements, calibration.grid), dict(timed)
+    return measured, choice, dict(timed)
+
+
+def _and_alone(plans: list[Plan], choice: PlanChoice) -> list[Plan]:
+    """These plans, and the target alone by each of their rules."""
+    rules = dict.fromkeys(plan.rule for plan in plans)
+    alone = [choice.alone.plan.model_copy(update={"rule": rule}) for rule in rules]
+    return [*plans, *(plan for plan in alone if plan not in plans)]
 
 
 def close_to_best(choice: PlanChoice) -> list[Candidate]:

@@ -137,7 +137,7 @@ class _LoadSearch:
             [measurements],
             narrower(self._grid, max(candidate.plan.tree.rows for candidate in tried)),
             among={(self.plan_of_one.plan.rule, candidate.members) for candidate in tried},
-            simulator=self._simulator,
+            simulators=[self._simulator],
         )
         predicted = self._simulator.at(measurements).run(self.plan_of_one.plan)
         plan_of_one = replace(self.plan_of_one, predicted=predicted, measurements=measurements)

@@ -27,6 +27,7 @@ from polybasic.deploy.planner.reading import choose_early
 from polybasic.deploy.planner.rules import rules_to_compare
 from polybasic.deploy.planner.search import PlanChoice, choose_plan
 from polybasic.deploy.planner.settings import PlanSettings
+from polybasic.deploy.planner.simulation import Simulator
 from polybasic.deploy.planner.windows import try_windows
 from polybasic.deploy.runtime.chain import Chain
 from polybasic.deploy.runtime.load import load_chain
@@ -149,8 +150,9 @@ def plan_loaded(
         measured = measured.over(link, of_messages, settings.optimistic)
     say("plan: simulates the rounds of every plan")
     with waiting("simulating rounds"):
-        choice = choose_plan(measured.measurements, grid)
-    measured, choice, timed_again = time_finalists(measured, choice, budget, say)
+        simulators = [Simulator(each) for each in measured.measurements]
+        choice = choose_plan(measured.measurements, grid, simulators=simulators)
+    measured, choice, timed_again = time_finalists(measured, choice, simulators, budget, say)
     choice = try_windows(measured, choice, budget, say)
     timer = LoadTimer(measured.calibration)
     budget.max_seconds = settings.max_seconds * (1 - for_loads)

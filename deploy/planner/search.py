@@ -166,7 +166,7 @@ def choose_plan(
     seed: int = 0,
     num_draws: int = NUM_DRAWS,
     among: Collection[tuple[Rule, MemberSet]] | None = None,
-    simulator: Simulator | None = None,
+    simulators: Sequence[Simulator] = (),
 ) -> PlanChoice:
     """The fastest plan of every set of members, with the rule of the fastest of all.
 
@@ -176,16 +176,16 @@ def choose_plan(
         seed: of the simulation's uniforms.
         num_draws: see `Simulator`.
         among: rules and sets to consider; None for all.
-        simulator: of measurements that differ in seconds alone; its rounds are played only once.
+        simulators: one for each of the measurements, of some that differ in seconds alone; their
+            rounds are played only once.
 
     Raises:
         UserError: a measurement without traces.
     """
     by_rule: dict[Rule, PlanChoice] = {}
-    for measurement in measurements:
-        simulating = (
-            simulator.at(measurement) if simulator else Simulator(measurement, seed, num_draws)
-        )
+    simulators = simulators or [Simulator(each, seed, num_draws) for each in measurements]
+    for simulator, measurement in zip(simulators, measurements, strict=True):
+        simulating = simulator.at(measurement)
         best_rule, *others = measurement.rules
         candidates: list[Candidate] = []
         num_simulated = 0
