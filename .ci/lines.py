@@ -19,7 +19,7 @@ LINES = {
     "recipes": 8_670,
     "train": 9_085,
     "benchmarks": 8_910,
-    "tests": 67_740,
+    "tests": 67_750,
 }
 FILES = 20
 """Of code in one folder of the product, those in folders below it not counted."""

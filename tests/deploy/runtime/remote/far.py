@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,13 @@ class Far:
     def where(self) -> str:
         """HOST:PORT."""
         return f"{self.address[0]}:{self.address[1]}"
+
+    def wait_until_free(self) -> None:
+        """Until the ends of all sequences have arrived, which nobody answers."""
+        until = time.monotonic() + 10
+        while not all(slot.is_free for slot in self.chain.engine.slots.made):
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
     def near(self, folder: Path | None = None, **options: Any) -> Chain:
         """A chain whose target is this one."""

@@ -262,6 +262,7 @@ def test_an_answer_that_is_given_up_leaves_its_place(
         with pytest.raises(UserError, match="too many answers"):
             other.generate([5, 9], max_new_tokens=5)
         stream.close()
+        far.wait_until_free()
         found = other.generate([5, 9], max_new_tokens=5)
     assert found.token_ids == local.generate([5, 9], max_new_tokens=5).token_ids
 
